@@ -18,6 +18,7 @@ from router.fleet.kv_facts import (
     rank_number,
     short_text,
 )
+from router.fleet.kv_protocol import KvPeer
 from router.fleet.step_model import (
     StepModel,
     largest_of_ranks,
@@ -113,6 +114,8 @@ class EngineCapabilities:
     """Why it lends no prefixes, if it reports that."""
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """By data-parallel rank."""
+    kv_peer: KvPeer = field(default_factory=KvPeer)
+    """How it moves KV."""
     kv: KvFacts = field(default_factory=KvFacts)
     """The facts that are compared with those of other engines."""
     cache_tokens: int = 0

@@ -11,6 +11,7 @@ from enum import StrEnum
 from statistics import median
 
 from router.fleet.capabilities import EngineCapabilities
+from router.fleet.kv_protocol import KvProtocol
 from router.http_client.pool import CompleteAnswer, EnginePool
 from router.settings import Address
 
@@ -63,7 +64,8 @@ class EngineSpec:
 
     `models` is empty if the engine itself reports its models. KV moves only within a `group`, which
     gets requests in proportion to the `weight` of its engines. `tls`: connect over TLS. `intent`:
-    whether to serve with it, or to drain it.
+    whether to serve with it, or to drain it. `kv_protocol` and `bootstrap_port`: see
+    router.fleet.kv_protocol; None and 0 if the source says nothing about them.
     """
 
     role: EngineRole
@@ -73,10 +75,17 @@ class EngineSpec:
     weight: float = 1.0
     tls: bool = False
     intent: Intent = Intent.SERVING
+    kv_protocol: KvProtocol | None = None
+    bootstrap_port: int = 0
 
     @property
     def name(self) -> str:
         return str(self.address)
+
+    @property
+    def pairing(self) -> tuple[object, ...]:
+        """What decides which engines it exchanges KV with, and how."""
+        return self.role, self.group, self.kv_protocol, self.bootstrap_port
 
     @property
     def url(self) -> str:
@@ -379,6 +388,10 @@ class Engine(EngineLoad):
     def cache_tokens(self) -> int:
         """Tokens that its KV cache in the accelerator holds; 0 if unknown."""
         return self.capabilities.cache_tokens
+
+    @property
+    def kv_protocol(self) -> KvProtocol:
+        return self.capabilities.kv_peer.protocol
 
     @property
     def prefill_tokens_per_second(self) -> float:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
+
 from router.fleet.capabilities import EngineCapabilities
 from router.fleet.engine import (
     CLOSED,
@@ -276,10 +278,11 @@ class Fleet:
 
     def change_spec(self, engine: Engine, spec: EngineSpec) -> None:
         """Replace the description of the same process, whose connections, health and legs stay. In
-        another role or group its KV counts as lost, and its capabilities are fetched again."""
+        another role or group, or with another KV protocol, its KV counts as lost, and its
+        capabilities are fetched again."""
         if engine.spec == spec:
             return
-        if (engine.spec.role, engine.spec.group) != (spec.role, spec.group):
+        if engine.spec.pairing != spec.pairing:
             self.on_lost(engine)
             engine.capabilities, engine.prefill_rate = EngineCapabilities(), PrefillRate()
         if engine.spec.tls != spec.tls:
@@ -495,7 +498,9 @@ class Fleet:
             engine.lost_at = engine.health_since
             engine.prefill_rate = PrefillRate()
             self.unreachable_pairs.forget(engine.name)
-            engine.capabilities = EngineCapabilities()
+            # Another process of the same kind probably comes back, with other ids.
+            kv_peer = msgspec.structs.replace(engine.capabilities.kv_peer, engine_ids={})
+            engine.capabilities = EngineCapabilities(kv_peer=kv_peer)
         else:
             engine.is_cold = self.starts_engines_cold
             # Another process, which reports other values or none, may be at the address now.

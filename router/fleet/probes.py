@@ -17,12 +17,13 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import monotonic as now
 from typing import Any, NamedTuple
 
 import orjson
 
-from router.fleet.engine import Engine, Health
+from router.fleet.engine import PREFILL, Engine, Health
 from router.fleet.fleet import Fleet, ProcessIdentity
 from router.fleet.kv_facts import (
     READ_METRICS,
@@ -31,6 +32,7 @@ from router.fleet.kv_facts import (
     ranks_of_page,
     start_time_in,
 )
+from router.fleet.kv_protocol import BOOTSTRAP_PORT, KvProtocol, find_kv_peer
 from router.fleet.metrics_page import MAX_METRICS_BYTES, METRICS_PATH, find_lines
 from router.http_client.errors import (
     AnswerTooLargeError,
@@ -85,10 +87,18 @@ class EngineProbe:
 
 class Prober:
     """Probes all engines of a fleet, with one supervised task per engine. `interval` and `timeout`
-    are seconds."""
+    are seconds; `kv_protocol` and `bootstrap_port` are for engines whose source names none."""
 
-    def __init__(self, fleet: Fleet, interval: float, timeout: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        interval: float,
+        timeout: float,
+        kv_protocol: KvProtocol | None = None,
+        bootstrap_port: int = BOOTSTRAP_PORT,
+    ) -> None:
         self._fleet = fleet
+        self._kv_protocol, self._bootstrap_port = kv_protocol, bootstrap_port
         self._interval = interval
         self._timeout = timeout
         self._probes: dict[Engine, EngineProbe] = {}
@@ -205,6 +215,8 @@ class Prober:
                 logger.exception("the identity page of engine %s cannot be read", engine.name)
             self._fleet.note_identity(engine)
         capabilities = engine.capabilities
+        if not capabilities.kv.has_page:
+            await self.fetch_kv_peer(engine)
         if not capabilities.cache_tokens or (engine.ranks is None and not ranks):
             text = await self._fetch_metrics(engine)
             if text is not None:
@@ -215,6 +227,16 @@ class Prober:
                 capabilities.cache_tokens = capabilities.cache_tokens or tokens
         self._fleet.note_process(engine, process)
         self._fleet.note_ranks(engine, ranks)
+
+    async def fetch_kv_peer(self, engine: Engine) -> None:
+        """Ask an engine without our identity page how it moves KV. Raises UpstreamError."""
+        engine.capabilities.kv_peer = await find_kv_peer(
+            partial(self._get, engine),
+            engine.spec.kv_protocol or self._kv_protocol,
+            engine.spec.address,
+            engine.spec.bootstrap_port or self._bootstrap_port,
+            engine.role.plays(PREFILL),
+        )
 
     async def _fetch_metrics(self, engine: Engine) -> str | None:
         """Return the lines of an engine's metrics that matter here, None without an answer."""

@@ -42,6 +42,7 @@ from router.proxy.answer_check import (
     preemption_in,
 )
 from router.proxy.kv_params import with_field
+from router.proxy.kv_protocols.protocol import LegPair
 from router.proxy.leg_errors import (
     NOT_LOADED,
     error_of_answer,
@@ -55,7 +56,6 @@ from router.proxy.load_failure import (
 )
 from router.proxy.loans import LegLoan, find_loan
 from router.proxy.messages import BodyHalves
-from router.proxy.push import PushParams
 from router.proxy.queued_prefill import QueuedPrefill, queue_local_prefill, queue_prefill
 from router.proxy.ranks import rank_of_leg
 from router.proxy.relay import deliver, deliver_turn, note_no_turns
@@ -104,24 +104,28 @@ DecodeOutcome = DecodeLegResult | LegFailure | LegRefusal
 async def prefill_leg(
     run: Run,
     engine: Engine,
-    push: PushParams | None = None,
+    pair: LegPair | None = None,
     last_turn: Body | None = None,
     hands_over: bool = False,
 ) -> PrefillOutcome:
     """Send the prefill leg and return its outcome. The engine then holds KV for a decode engine.
 
-    `push`: what this leg shares with the decode leg that runs at the same time. `last_turn`: params
+    `pair`: what this leg shares with the decode leg. `last_turn`: params
     of retained KV that the engine is to read, which it can do only once. `hands_over`: a decode
     engine is to continue from the token that this engine samples.
     """
     limits = run.gateway.limits
-    with PrefillAccount(run, engine, push, last_turn) as leg:
+    with PrefillAccount(run, engine, pair, last_turn) as leg:
         loan_field = leg.loan.field if leg.loan else b""
-        transfer_id, leg_id = ("", "") if push is None else (push.transfer_id, push.leg_id)
-        begun = None if run.resume.buffer is None else run.resume.continued
+        if pair is not None and pair.prefill_fields is not None:
+            body = run.bodies.prefill_with(pair.prefill_fields, pair.keeps_lengths)
+        else:
+            transfer_id = "" if pair is None else pair.transfer_id
+            begun = None if run.resume.buffer is None else run.resume.continued
+            body = run.bodies.prefill(last_turn, transfer_id, hands_over, begun, loan_field)
         answer = await leg.send(
-            leg_id,
-            run.bodies.prefill(last_turn, transfer_id, hands_over, begun, loan_field),
+            "" if pair is None else pair.leg_id,
+            body,
             limits.prefill_timeout,
             SOUND_CONNECTION_IDLE_S if last_turn is not None else None,
         )
@@ -133,8 +137,8 @@ async def prefill_leg(
         leg.outcome = prefilled = PrefillAnswer(raw)
         if prefilled.may_fail and (content := parse_object(raw)) is not None:
             _require_answer(run, engine, content)
-        if prefilled.params is None:
-            _note_no_params(run, engine, prefilled, is_push=push is not None)
+        if prefilled.params is None and (pair is None or pair.prefill_fields is None):
+            _note_no_params(run, engine, prefilled, is_push=pair is not None)
         leg.answered(prefilled)
     return leg.outcome
 
@@ -144,7 +148,7 @@ async def decode_leg(
     engine: Engine,
     params: DecodeParams = NO_PARAMS,
     threshold: float = 0.0,
-    push: PushParams | None = None,
+    pair: LegPair | None = None,
     accept: Callable[[], None] | None = None,
 ) -> DecodeOutcome:
     """Send the decode leg, relay the answer until the client has all of it, and return the outcome.
@@ -154,9 +158,9 @@ async def decode_leg(
     relayed; the other legs end then.
     """
     reuse, limits, capabilities = run.plan.reuse, run.gateway.limits, engine.capabilities
-    with DecodeAccount(run, engine, params, threshold, push, accept) as leg:
+    with DecodeAccount(run, engine, params, threshold, pair, accept) as leg:
         answer = await leg.send(
-            push.leg_id if push is not None else "", leg.body(), limits.decode_first_byte_timeout
+            pair.leg_id if pair is not None else "", leg.body(), limits.decode_first_byte_timeout
         )
         if capabilities.reports_load_failures or not capabilities.is_identity_known:
             leg.watch(answer)
@@ -323,7 +327,7 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
     role = PREFILL
 
     def __init__(
-        self, run: Run, engine: Engine, push: PushParams | None, last_turn: Body | None
+        self, run: Run, engine: Engine, pair: LegPair | None, last_turn: Body | None
     ) -> None:
         super().__init__(run, engine, run.route.prefill_feedback)
         request, record = run.request, run.request.record
@@ -332,8 +336,8 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
         record.first_byte, run.is_read = None, False  # of a decode engine that has read this
         if run.slot is not None:
             run.slot.move_prefill_to(engine)
-        if push is not None:
-            self.place, self._rank_line = push.place, push.pinned
+        if pair is not None:
+            self.place, self._rank_line = pair.place, pair.pinned
         elif engine.ranks:
             self.place, self._rank_line = rank_of_leg(run, engine, PREFILL)
         if engine.capabilities.borrows and last_turn is None:
@@ -407,7 +411,7 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         engine: Engine,
         params: DecodeParams,
         threshold: float,
-        push: PushParams | None,
+        pair: LegPair | None,
         accept: Callable[[], None] | None,
     ) -> None:
         super().__init__(run, engine, run.route.decode_feedback)
@@ -418,8 +422,8 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
             self.place, self._rank_line = rank_of_leg(run, engine, DECODE)
         if accept is None:
             self._note_decoder()
-        self._note_loading(push)
-        if run.prefiller is not None or push is not None or threshold:
+        self._note_loading(pair)
+        if run.prefiller is not None or pair is not None or threshold:
             return
         if engine.capabilities.max_step_tokens:
             self._queued = queue_local_prefill(request, run.route, reuse, engine, self.place)
@@ -444,6 +448,8 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         run, request, params = self.run, self.run.request, self.params.params
         if request.decode_only_reason == PASSED:
             return run.bodies.passed()
+        if self.params.fields is not None:
+            return run.bodies.decode_with(self.params.fields)
         if self.loan is not None:
             params = with_field(params, self.loan.field)
         is_whole = request.exact_stream and run.plan.reuse is not None
@@ -500,10 +506,10 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
 
     # KV loads that fail.
 
-    def _note_loading(self, push: PushParams | None) -> None:
+    def _note_loading(self, pair: LegPair | None) -> None:
         run, holder = self.run, self.run.holder
         source = holder.name if holder is not None else ""
-        run.loads_from = source if push is None else run.request.record.prefiller or ""
+        run.loads_from = source if pair is None else run.request.record.prefiller or ""
         run.load_failure = None
         pairs = run.gateway.fleet.unreachable_pairs
         if pairs.failing and run.loads_from:

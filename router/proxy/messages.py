@@ -155,6 +155,20 @@ class LegBodies:
             fields[-1] = b'%s,"prompt_token_ids":%s}' % (fields[-1][:-1], self.prompt_ids)
         return self._with(fields)
 
+    def prefill_with(self, fields: bytes, keeps_lengths: bool) -> BodyHalves:
+        """Return the body of a prefill leg of another KV protocol than the NixlConnector's, with
+        its `fields`. `keeps_lengths`: with the client's max_tokens and n."""
+        if not keeps_lengths:
+            return self._with([b'"stream":false,' + NO_THRESHOLD, fields])
+        own = {**self._own, "stream": False}
+        own.pop("stream_options", None)
+        return self._with([encode_body(own)[1:-1], fields])
+
+    def decode_with(self, fields: bytes) -> BodyHalves:
+        """Return the body of a decode leg whose engine knows no field of vLLM, with `fields`."""
+        own = [encode_body(self._own)[1:-1]] if self._own else []
+        return self._with([*own, fields] if fields else own)
+
     def _resume_fields(self, buffer: ResumeBuffer) -> list[bytes]:
         """Return the fields for a prefill of generated tokens. These count for max_tokens. The one
         token that the engine samples beyond them is not used."""

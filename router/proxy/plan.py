@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from router.conversations.reuse import TurnReuse
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
 from router.proxy.first_token import asks_one_token, can_hand_over, renders_alike
+from router.proxy.kv_protocols import protocol_of
 from router.proxy.ranks import find_place
 from router.proxy.request import PASSED, THRESHOLD, Request
 from router.proxy.request_limits import RequestLimits
@@ -45,9 +46,10 @@ class Mode(StrEnum):
     DECODE_ONLY = "alone"
     PULL = "pull"
     PUSH = "push"
+    TRANSFER = "transfer"
 
 
-DECODE_ONLY, PULL, PUSH = Mode
+DECODE_ONLY, PULL, PUSH, TRANSFER = Mode
 
 
 class Plan(Struct, frozen=True):
@@ -83,6 +85,9 @@ def make_plan(
         if not route.decoders:  # a model that only prefill engines serve
             route = replace(route, decoders=route.prefillers, prefillers=())
         return Plan(PASSED, DECODE_ONLY, route, PASSED)
+    protocol = protocol_of(route.prefillers[0]) if route.prefillers else None
+    if protocol is not None and protocol.plans(request):
+        return Plan(protocol.name, TRANSFER, route)
     if request.decode_only_reason:
         return Plan("decode_only", DECODE_ONLY, route, request.decode_only_reason)
     name = "turn" if request.names_conversation else "decode_only"

@@ -162,8 +162,7 @@ async def deliver_prefilled(run: Run, prefilled: PrefillAnswer) -> None:
     if content is None or not can_stream(content):
         raise BrokenAnswerError("an answer without choices")
     take_internal_fields(content)
-    if run.bodies.asks_prefiller_for_ids:
-        take_token_ids(content, body.get(RETURN_TOKEN_IDS) is True)
+    take_token_ids(content, body.get(RETURN_TOKEN_IDS) is True)
     record.stage, record.status, record.first_byte = "stream", 200, now()
     record.answer_end = prefilled.raw[-USAGE_SEARCH_BYTES:]
     if request.turn is not None:

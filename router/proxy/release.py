@@ -86,6 +86,14 @@ class KvReleaser:
         if not (isinstance(cause, asyncio.CancelledError) and _has_leg_arrived(request)):
             self._spawn(self._release_prefill(request, request.record.prefiller, params))
 
+    def release_by_reading(self, request: Request, gone: Engine, body: Body) -> None:
+        """Let another decode engine read KV that its own, which is `gone`, has not read or has not
+        told: the prefill engine then frees it. See `LegPair.release`."""
+        usable = self._fleet.usable_engines(EngineRole.DECODE)
+        others = [one for one in usable if one is not gone and one.group == gone.group]
+        if others:
+            self._spawn(self._release_by_reading(request, others[0], body))
+
     def release_late_prefill(self, request: Request, answer: EngineAnswer) -> None:
         """End a prefill leg whose client has disconnected, and release its blocks if the engine had
         finished by then."""
@@ -101,6 +109,12 @@ class KvReleaser:
         decoder = self._fleet.find_alive(entry.decoder)
         if decoder is not None and decoder.capabilities.supports_release:
             self._spawn(self._release_turn(request, decoder, entry.params))
+
+    async def _release_by_reading(self, request: Request, decoder: Engine, body: Body) -> None:
+        if (model := request.body.get("model")) is not None:
+            body = {"model": model, **body}
+        status = await self._send(request, decoder, COMPLETIONS, body)
+        self._metrics.releases.labels("done" if status == 200 else "failed").inc()
 
     async def _release_late_prefill(self, request: Request, answer: EngineAnswer) -> None:
         try:

@@ -36,11 +36,13 @@ from router.proxy.retry import LegError
 
 class DecodeParams(NamedTuple):
     """The KV transfer params of one decode leg, the resume buffer that its stream fills, and
-    whether its engine may return the answer instead of preempting it."""
+    whether its engine may return the answer instead of preempting it. `fields` replace the params
+    where the engine knows no field of vLLM."""
 
     params: KvParams | None = None
     buffer: ResumeBuffer | None = None
     may_return: bool = False
+    fields: bytes | None = None
 
 
 NO_PARAMS = DecodeParams()

@@ -17,6 +17,7 @@ from router.conversations.conversations import RecallOutcome, Turn
 from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
+from router.fleet.kv_protocol import SGLANG, WITHOUT_VLLM_FIELDS, can_exchange
 from router.fleet.readiness import describe_lack
 from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
@@ -168,6 +169,8 @@ class Run(Struct, eq=False):
             or resume.buffer is not None
         ):
             return resume.params_for(params, decoder, self.prefiller, is_hedged)
+        if capabilities.kv_peer.protocol in WITHOUT_VLLM_FIELDS:
+            return DecodeParams(fields=b"")
         return DecodeParams(params)
 
     def offer_last_turn(self, prefiller: Engine) -> Body | None:
@@ -347,7 +350,9 @@ def lacks_pair(run: Run) -> bool:
 def require_short_prompt(run: Run) -> None:
     """Raise the last failure, or NoEngineError, if no decode engine may prefill this prompt."""
     limits, routes, model = run.gateway.limits, run.gateway.routes, run.request.model
-    if limits.without_prefiller == "refuse":
+    decoders = run.route.decoders
+    needs_prefiller = bool(decoders) and decoders[0].kv_protocol is SGLANG
+    if limits.without_prefiller == "refuse" or needs_prefiller:
         raise run.failure or routes.lack_of(PREFILL, model)
     if run.request.prompt_tokens > limits.without_prefiller_tokens:
         addition = ", and the prompt is too long for a decode engine alone"
@@ -452,7 +457,10 @@ def _may_read(run: Run, decoder: Engine, prefiller: Engine) -> bool:
     """Return True if the decode engine may load KV from the prefill engine, as both are now."""
     if run.request.is_several and not decoder.capabilities.shares_kv_loads:
         return False
-    return decoder is not prefiller and decoder.group == prefiller.group
+    if decoder is prefiller or decoder.group != prefiller.group:
+        return False
+    sent, read = prefiller.kv_protocol, decoder.kv_protocol
+    return sent is read or can_exchange(sent, read)
 
 
 def _is_avoided(run: Run, prefiller: Engine, decoder: Engine) -> bool:

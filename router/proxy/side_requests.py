@@ -7,6 +7,7 @@ rejects such a prompt at threshold 1. Other engines answer it, with almost no wo
 
 from __future__ import annotations
 
+import contextlib
 from time import monotonic as now
 
 from router.fleet.engine import Engine
@@ -14,6 +15,7 @@ from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import is_rejection, parse_object
 from router.proxy import messages
+from router.proxy.kv_protocols.protocol import Abort
 from router.proxy.messages import encode_body
 from router.proxy.request import COMPLETIONS, THRESHOLD, Body, Request
 
@@ -43,6 +45,13 @@ async def send_side_request(
         path, engine.name, leg_id, trace_line + request.shared_headers, (content, b"")
     )
     return await engine.pool.fetch(message, now() + SIDE_REQUEST_TIMEOUT_S, max_bytes)
+
+
+async def abort_leg(request: Request, engine: Engine, abort: Abort) -> None:
+    """Tell an engine that its leg has ended. Never raises an UpstreamError: an engine that does not
+    answer has no leg, or notices the closed connection."""
+    with contextlib.suppress(UpstreamError):
+        await send_side_request(request, engine, abort.path, abort.body, "abort")
 
 
 def one_token_body(model: object) -> Body:

@@ -5,6 +5,7 @@
     push          Both engines get the request at once. The prefill engine writes its KV into blocks
                   of the decode engine.
     decode_only   One decode engine computes the prompt and writes the answer.
+    transfer      Both legs, as another KV protocol than the NixlConnector's wants them.
     decode_first  A decode engine answers alone if it has enough of the prompt in its cache, and
                   rejects the request otherwise. Several engines may get this leg (hedging).
 
@@ -27,10 +28,14 @@ from typing import Any
 
 from router.conversations.reuse import TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine
+from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import PreemptedError
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.kv_params import KvParams
+from router.proxy.kv_protocols import protocol_of
+from router.proxy.kv_protocols.nixl_push import PUSHES, make_push
+from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol
 from router.proxy.legs import (
     DecodeLegResult,
     LegFailure,
@@ -39,8 +44,14 @@ from router.proxy.legs import (
     decode_leg,
     prefill_leg,
 )
-from router.proxy.plan import DECODE_ONLY, ONE_TOKEN_ANSWER, PULL, SAME_ENGINE, may_reject
-from router.proxy.push import PUSHES, PushParams, make_push
+from router.proxy.plan import (
+    DECODE_ONLY,
+    ONE_TOKEN_ANSWER,
+    PULL,
+    SAME_ENGINE,
+    TRANSFER,
+    may_reject,
+)
 from router.proxy.ranks import place_of_leg
 from router.proxy.recovery import (
     note_possible_crash,
@@ -49,6 +60,7 @@ from router.proxy.recovery import (
     require_engines_alive,
 )
 from router.proxy.relay import deliver_prefilled
+from router.proxy.resume import DecodeParams
 from router.proxy.retry import Next
 from router.proxy.run import (
     Run,
@@ -60,6 +72,7 @@ from router.proxy.run import (
     select_decoder,
     select_prefiller,
 )
+from router.proxy.side_requests import abort_leg
 from router.proxy.turn_tokens import check_prompt_ids, find_prompt_ids
 
 # Seconds that a prefill engine may take to end a push leg after its KV was read.
@@ -117,6 +130,8 @@ async def answer(run: Run) -> None:
             await pull(run)
         elif plan.mode is DECODE_ONLY:
             await decode_only(run, plan.decode_only_reason)
+        elif plan.mode is TRANSFER:
+            await transfer(run)
         else:
             await push(run)
     finally:
@@ -142,6 +157,8 @@ async def pull(run: Run) -> None:
             if run.resume.continued is None:
                 require_short_prompt(run)
             return await decode_only(run, "no_prefiller")
+        if protocol_of(prefiller) is not None:  # in another group
+            return await transfer(run)
         hands_over = prefiller.capabilities.supports_hand_over and run.resume.hands_over(
             prefiller, select_decoder(run, prefiller)
         )
@@ -257,7 +274,7 @@ async def push(run: Run) -> None:
         params = make_push(run.request, place, decoder, is_forced)
         if params is None:
             return await pull(run)  # the answer of a prefill engine has its address
-        failed = await push_legs(run, prefiller, decoder, params)
+        failed = await legs_together(run, prefiller, decoder, params)
         if failed is None:
             return None
         if not isinstance(failed.error, PreemptedError):
@@ -267,15 +284,85 @@ async def push(run: Run) -> None:
             return await decode_only(run, "no_pair")
 
 
-async def push_legs(
-    run: Run, prefiller: Engine, decoder: Engine, push: PushParams
+async def transfer(run: Run) -> None:
+    """Send both legs as a protocol other than the NixlConnector's wants it (`kv_protocols`).
+
+    Each attempt is a new transfer: of KV that was given up, the router does not know whether it was
+    read.
+    """
+    while True:
+        if run.suspects:
+            await require_engines_alive(run)
+        prefiller = select_prefiller(run)
+        decoder = select_decoder(run, prefiller)
+        if prefiller is None or decoder is None or decoder is prefiller:
+            if change_group(run):
+                continue
+            require_short_prompt(run)
+            return await decode_only(run, SAME_ENGINE if prefiller else "no_prefiller")
+        protocol = protocol_of(prefiller)
+        if protocol is None:  # in another group
+            return await pull(run)
+        pair = protocol.pair(run.request, place_of_leg(run, prefiller, PREFILL), decoder)
+        if pair is None:  # an engine that is back, and whose pages were not read again
+            prefiller.capabilities.note_push_failed()
+            run.failed.append(prefiller)
+            continue
+        run.prefiller = None
+        failed = await send_pair(run, prefiller, decoder, protocol, pair)
+        if failed is None:
+            return None
+        prefiller.capabilities.note_push_failed()
+        recover(run, failed)
+
+
+async def send_pair(
+    run: Run, prefiller: Engine, decoder: Engine, protocol: TransferProtocol, pair: LegPair
 ) -> LegFailure | None:
-    """Run both legs of a push; the failure of one ends the other. Return None if the client has
-    its answer. Raises an engine's 4xx."""
+    """Send both legs once. Return None if the client has its answer. Raises an engine's 4xx."""
+    if protocol.runs_together:
+        return await legs_together(run, prefiller, decoder, pair)
+    prefilled = await prefill_leg(run, prefiller, pair)
+    if isinstance(prefilled, LegRefusal):
+        raise prefilled.error
+    if isinstance(prefilled, LegFailure):
+        return prefilled
+    try:
+        continued = protocol.continue_with(pair, prefilled)
+    except BrokenAnswerError as error:
+        return LegFailure(error, prefiller, PREFILL)
+    if continued is None:
+        await deliver_prefilled(run, prefilled)
+        return None
+    run.prefiller = prefiller
+    run.hold(prefiller)
+    decoded = await decode_leg(run, decoder, pair_params(run, decoder, continued))
+    run.stop_holding(run.is_read)
+    if isinstance(decoded, LegRefusal):
+        raise decoded.error
+    if not isinstance(decoded, LegFailure):
+        return None
+    if pair.release is not None and isinstance(decoded.error, UpstreamError) and not run.is_read:
+        run.gateway.releaser.release_by_reading(run.request, decoder, pair.release)
+    return decoded
+
+
+def pair_params(run: Run, decoder: Engine, pair: LegPair) -> DecodeParams:
+    """Return the part of a decode leg that the pair's protocol adds."""
+    if pair.decode_fields is not None:
+        return DecodeParams(fields=pair.decode_fields)
+    return run.leg_params(pair.params, decoder)
+
+
+async def legs_together(
+    run: Run, prefiller: Engine, decoder: Engine, pair: LegPair
+) -> LegFailure | None:
+    """Run both legs at once; the failure of one ends the other. Return None if the client has its
+    answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
-    params = run.leg_params(push.params, decoder)
-    prefilling = loop.create_task(_prefill(run, prefiller, push))
-    decoding = loop.create_task(decode_leg(run, decoder, params, push=push))
+    params = pair_params(run, decoder, pair)
+    prefilling = loop.create_task(_prefill(run, prefiller, pair))
+    decoding = loop.create_task(decode_leg(run, decoder, params, pair=pair))
     prefilling.add_done_callback(_retrieve_error)
     del params
     try:
@@ -285,6 +372,9 @@ async def push_legs(
             await asyncio.wait((decoding,))
     finally:
         is_answered = decoding.done() and not _has_failed(decoding)
+        if pair.abort is not None and not is_answered:
+            for engine in (prefiller, decoder):
+                run.gateway.tasks.spawn(abort_leg(run.request, engine, pair.abort))
         try:
             await _end(decoding)
         except asyncio.CancelledError:  # the client has disconnected in this very moment
@@ -312,9 +402,9 @@ async def push_legs(
     return first
 
 
-async def _prefill(run: Run, engine: Engine, push: PushParams) -> PrefillOutcome:
-    """Send the prefill leg of a push."""
-    prefilled = await prefill_leg(run, engine, push, run.offer_last_turn(engine))
+async def _prefill(run: Run, engine: Engine, pair: LegPair) -> PrefillOutcome:
+    """Send a prefill leg beside its decode leg."""
+    prefilled = await prefill_leg(run, engine, pair, run.offer_last_turn(engine))
     if isinstance(prefilled, PrefillAnswer):
         run.note_prefilled(engine, prefilled.params)
     return prefilled

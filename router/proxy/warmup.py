@@ -22,14 +22,15 @@ from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
 from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
+from router.proxy.kv_protocols import protocol_of
+from router.proxy.kv_protocols.nixl_push import make_push
 from router.proxy.legs import LegFailure, LegRefusal, decode_leg, prefill_leg
 from router.proxy.messages import LegBodies
-from router.proxy.plan import PULL, PUSH, Plan, choose_mode
-from router.proxy.push import make_push
+from router.proxy.plan import PULL, PUSH, TRANSFER, Plan, choose_mode
 from router.proxy.request import Request, next_number
 from router.proxy.resume import DecodeParams, ResumeState
 from router.proxy.run import AnswersHeld, Run
-from router.proxy.strategies import push_legs
+from router.proxy.strategies import legs_together, send_pair
 from router.routing.route import Route
 from router.telemetry.record import Record
 
@@ -222,9 +223,11 @@ async def send_test_request(
     limits = gateway.limits
     route = Route(prefiller.group, (prefiller,), (decoder,))
     request = _test_request(gateway, prefiller, decoder, random, num_tokens)
-    pushes = choose_mode(route, limits.transfer_mode) is PUSH
+    protocol = protocol_of(prefiller)
+    pushes = protocol is None and choose_mode(route, limits.transfer_mode) is PUSH
     push = make_push(request, prefiller, decoder, forced=True) if pushes else None
-    plan = Plan("warm_up", PULL if push is None else PUSH, route)
+    mode = TRANSFER if protocol is not None else PULL if push is None else PUSH
+    plan = Plan("warm_up", mode, route)
     run = Run(
         request,
         LegBodies(request.body),
@@ -236,7 +239,14 @@ async def send_test_request(
     )
     offers_kv = True
     try:
-        if push is None:
+        if protocol is not None:
+            pair = protocol.pair(request, prefiller, decoder)
+            if pair is None:
+                raise EngineError(f"the pages of {prefiller.name} do not show how it sends KV")
+            failed = await send_pair(run, prefiller, decoder, protocol, pair)
+            if failed is not None:
+                raise failed.error
+        elif push is None:
             prefilled = _require(await prefill_leg(run, prefiller))
             params = prefilled.params
             offers_kv = params is not None
@@ -250,7 +260,7 @@ async def send_test_request(
                 run.release_unread(params, cause)
                 raise
         else:
-            failed = await push_legs(run, prefiller, decoder, push)
+            failed = await legs_together(run, prefiller, decoder, push)
             if failed is not None:
                 raise failed.error
     finally:

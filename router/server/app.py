@@ -43,6 +43,7 @@ from router.fleet.engine import (
     Intent,
 )
 from router.fleet.fleet import Fleet
+from router.fleet.kv_protocol import KvProtocol
 from router.fleet.partners import find_duplicate_ids
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry, WatchedSource
@@ -99,7 +100,13 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
     demand = EngineDemand(settings.target_itl)
     _connect_gauges(metrics, fleet, registry, demand)
     metrics.requests.known_models = lambda: fleet.snapshot.by_model
-    prober = Prober(fleet, settings.health_interval, settings.health_timeout)
+    prober = Prober(
+        fleet,
+        settings.health_interval,
+        settings.health_timeout,
+        None if settings.kv_protocol == "auto" else KvProtocol(settings.kv_protocol),
+        settings.bootstrap_port,
+    )
     store = _conversation_store(settings, metrics, deadlines)
     tracer = tracer_of(os.environ)
     authenticator = _authenticator(settings, metrics, deadlines)

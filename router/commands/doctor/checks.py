@@ -19,9 +19,10 @@ from typing import TypeVar
 from router.commands.connection_errors import no_answer, reason_of
 from router.commands.router_client import error_message
 from router.common.daemon_thread import call_in_daemon_thread
-from router.fleet.engine import Engine
+from router.fleet.engine import PREFILL, Engine
 from router.fleet.fleet import Fleet
-from router.fleet.probes import MAX_ANSWER_BYTES, json_of, model_facts_in, models_in
+from router.fleet.kv_protocol import MOONCAKE, NIXL, SGLANG
+from router.fleet.probes import MAX_ANSWER_BYTES, Prober, json_of, model_facts_in, models_in
 from router.http_client.errors import (
     CompressedAnswerError,
     ConnectError,
@@ -162,8 +163,8 @@ def timeout_text(engines: Sequence[Engine], timeout_s: float) -> str:
 class EngineChecker:
     """Checks one engine and tells the fleet what it reports of itself."""
 
-    def __init__(self, engine: Engine, fleet: Fleet) -> None:
-        self._engine, self._fleet = engine, fleet
+    def __init__(self, engine: Engine, fleet: Fleet, prober: Prober) -> None:
+        self._engine, self._fleet, self._prober = engine, fleet, prober
         self.found = Findings(f"{engine.role} {engine.name}")
 
     @property
@@ -254,6 +255,8 @@ class EngineChecker:
             why = error_message(parse_object(answer.body) or {}) or "no reason given"
             cure = "look at the engine's log: its own side channel does not answer"
             self.found.fail("identity", f"/disagg/identity answers 503: {why}", cure)
+        elif not kv.has_page and await self._check_kv_peer():
+            return
         elif not kv.has_page:
             self.found.skip(
                 "identity",
@@ -271,6 +274,24 @@ class EngineChecker:
             if why := capabilities.loan_problem:
                 text += f"; lends no prefixes: {' '.join(why.split())[:300]}"
             self.found.ok("identity", text)
+
+    async def _check_kv_peer(self) -> bool:
+        """Check how an engine that is not ours moves KV. Return False if its pages do not show it:
+        then it counts as one with a NixlConnector."""
+        await self._prober.fetch_kv_peer(self._engine)
+        peer, role = self._engine.capabilities.kv_peer, self._engine.role
+        if peer.protocol is SGLANG and peer.mode != role:
+            text = f"disaggregation_mode {peer.mode}, but the router uses it as {role.engine}"
+            cure = f"start it with --disaggregation-mode {role}, or list it in its own role"
+            self.found.fail("KV protocol", text, cure)
+        elif peer.protocol is MOONCAKE and role.plays(PREFILL) and not peer.engine_ids:
+            where = Address(self._engine.spec.address.host, peer.bootstrap_port)
+            cure = "set --bootstrap-port to the engine's VLLM_MOONCAKE_BOOTSTRAP_PORT"
+            self.found.fail("KV protocol", f"no bootstrap server of Mooncake at {where}", cure)
+        elif peer.protocol is not NIXL:
+            ranks = f", {len(peer.engine_ids)} ranks" if len(peer.engine_ids) > 1 else ""
+            self.found.ok("KV protocol", f"{peer.protocol}{ranks}")
+        return peer.protocol is not NIXL
 
     async def _check_side_channels(self) -> None:
         endpoints = list(self._engine.capabilities.rank_endpoints.values())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator, Callable, Container, Mapping, Sequence
 from functools import partial
 from random import Random
@@ -27,6 +28,7 @@ from router.commands.doctor.loan_check import check_loan
 from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole, Health
 from router.fleet.fleet import facts_of
 from router.fleet.kv_facts import SECRET_NONE, Difference
+from router.fleet.kv_protocol import NIXL, SGLANG, TRTLLM
 from router.fleet.metrics_page import METRICS_PATH
 from router.fleet.partners import FindingKind, find_difference
 from router.fleet.probes import json_of
@@ -44,7 +46,6 @@ from router.ui.engine_reports import (
     Transfer,
     get_page,
     hash_request_id,
-    parse_metrics,
     parse_transfers,
 )
 
@@ -73,6 +74,10 @@ QUIET = {
 }
 # Findings that the checks of single engines and of pairs do not report.
 FINDING_NAMES = {FindingKind.SHARED_ID: "engine ids", FindingKind.LEASES_DIFFER: "leases"}
+LOADED_METRIC = "vllm:prompt_tokens_by_source_total"
+LOADED_TOKENS = re.compile(
+    rb'^%b\{[^}]*source="external_kv_transfer"[^}]*\} (\S{1,32})$' % LOADED_METRIC.encode(), re.M
+)
 Progress = Callable[[str], None]
 
 
@@ -121,7 +126,7 @@ async def check_fleet(
 
     async def run(engine: Engine) -> list[Check]:
         async with limit:
-            checker = EngineChecker(engine, fleet)
+            checker = EngineChecker(engine, fleet, state.prober)
             await checker.run()
             is_reached = engine.name in reached
             return checker.checks_from_elsewhere if is_reached else checker.found.checks
@@ -244,6 +249,11 @@ async def check_pair(gateway: Gateway, pair: CheckedPair, timeout_s: float) -> l
     else:
         without = " and ".join(e.name for e in pair if not e.capabilities.kv.has_page)
         found.skip("engines agree", f"{without} cannot be compared")
+    protocol = pair.prefiller.kv_protocol
+    if protocol is not NIXL:
+        found.ok("KV protocol", protocol)
+        await _check_moves(gateway, found, "KV moved", pair, timeout_s)
+        return found.checks
     mode = gateway.limits.transfer_mode
     route = Route(pair.prefiller.group, (pair.prefiller,), (pair.decoder,))
     modes = {"push" if e.capabilities.supports_push else "pull" for e in pair}
@@ -265,7 +275,7 @@ async def _check_moves(
 ) -> bool:
     """Send a request through a pair, and report whether KV moved. Return whether it did."""
     has_page = pair.decoder.capabilities.kv.has_page
-    before = None if has_page else await _transferred_bytes(pair.decoder)
+    before = None if has_page else await _loaded_tokens(pair.decoder)
     try:
         async with asyncio.timeout(timeout_s):
             answer = await send_test_request(gateway, *pair, Random(), TEST_PROMPT_TOKENS)
@@ -284,7 +294,7 @@ async def _check_moves(
 async def _check_moved(
     found: Findings, name: str, pair: CheckedPair, answer: PairAnswer, before: float | None
 ) -> bool:
-    """`before` are the bytes that a stock decode engine had transferred before the request."""
+    """`before` are the prompt tokens that a stock decode engine had loaded before the request."""
     if not answer.offers_kv:
         text = f"no: {pair.prefiller.name} sends no kv_transfer_params"
         found.fail(name, text, "start it with --kv-transfer-config (docs/engine-configuration.md)")
@@ -297,32 +307,37 @@ async def _check_moved(
     if tells:
         text = f"no: {pair.decoder.name} has computed the prompt itself"
         found.fail(name, text, "look at its log for the reason")
+    elif pair.prefiller.kv_protocol in (SGLANG, TRTLLM):
+        found.ok(name, "yes: the decode engine has answered, and computes no such prompt itself")
+        return True
     elif before is None:
         text = "answered, but the engines do not report transfers: no page /disagg/leases, nor "
-        found.skip(name, text + "vLLM's metrics of NIXL, which need --kv-transfer-config")
-    elif moved_bytes := await _wait_for_bytes(pair.decoder, before):
-        found.ok(name, f"yes, {moved_bytes / 1024:.0f} KiB")
+        found.skip(name, text + "vLLM's metric of loaded prompt tokens")
+    elif tokens := await _wait_for_tokens(pair.decoder, before):
+        found.ok(name, f"yes, {tokens:.0f} tokens")
         return True
     else:
-        text = "answered, but vllm:nixl_bytes_transferred has not grown at the decode engine: it "
-        found.skip(name, text + "may have computed the prompt itself")
+        text = f"answered, but {LOADED_METRIC} has not grown at the decode engine: it may have "
+        found.skip(name, text + "computed the prompt itself")
     return False
 
 
-async def _wait_for_bytes(engine: Engine, before: float) -> float:
-    """Return how many bytes more a stock engine counts; 0 if none in time."""
+async def _wait_for_tokens(engine: Engine, before: float) -> float:
+    """Return how many loaded tokens more a stock engine counts; 0 if none in time."""
     latest = now() + TRANSFER_REPORT_TIMEOUT_S
     while True:
-        more = (await _transferred_bytes(engine) or 0.0) - before
+        more = (await _loaded_tokens(engine) or 0.0) - before
         if more > 0 or now() >= latest:
             return max(more, 0.0)
         await asyncio.sleep(REPORT_POLL_S)
 
 
-async def _transferred_bytes(engine: Engine) -> float | None:
-    """Return the KV bytes that a stock engine counts, None if it has no such metric."""
+async def _loaded_tokens(engine: Engine) -> float | None:
+    """Return the prompt tokens that a stock engine has loaded from others, by whatever connector;
+    None if it has no such metric."""
     answer = await get_page(engine, METRICS_PATH)
-    return None if answer is None else parse_metrics(answer.body)[1]
+    found = [] if answer is None else LOADED_TOKENS.findall(answer.body)
+    return sum(map(float, found)) if found else None
 
 
 async def find_transfer(engines: Sequence[Engine], request_id: str) -> tuple[Transfer | None, bool]:

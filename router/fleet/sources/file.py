@@ -3,6 +3,7 @@
     engines:
       - {url: http://p1:8100, role: prefill, models: [m], group: blue, weight: 1}
       - {url: https://d1:8200, role: decode, draining: true}
+      - {url: http://p2:8100, role: prefill, kv_protocol: mooncake, bootstrap_port: 8998}
 
 A file that cannot be used changes nothing.
 """
@@ -22,6 +23,7 @@ import yaml
 from router.common.watched_file import POLL_INTERVAL_S, FileReader, UnreadableError
 from router.common.yaml_list import parse_yaml_list
 from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent
+from router.fleet.kv_protocol import KvProtocol
 from router.fleet.sources.source import SourceError, SourceReport
 from router.settings import GROUP_NAME, HOST_NAME, MAX_GROUP_WEIGHT, TLS_SCHEME, Address, canonical
 
@@ -30,6 +32,7 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 MAX_FILE_BYTES = 1024 * 1024
 
 Text = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Group = Annotated[str, msgspec.Meta(pattern=rf"\A{GROUP_NAME.pattern}\Z")]
 
 
@@ -40,6 +43,8 @@ class EngineFileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     group: Group = DEFAULT_GROUP
     weight: float = 1.0
     draining: bool = False
+    kv_protocol: KvProtocol | None = None
+    bootstrap_port: Port = 0
 
 
 class FileSource:
@@ -104,7 +109,17 @@ def parse_entry(content: object) -> EngineSpec:
         raise SourceError(_one_line(error)) from None
     tls = entry.url.startswith(TLS_SCHEME)
     intent = Intent.DRAINING if entry.draining else Intent.SERVING
-    return EngineSpec(entry.role, address, models, entry.group, entry.weight, tls, intent)
+    return EngineSpec(
+        entry.role,
+        address,
+        models,
+        entry.group,
+        entry.weight,
+        tls,
+        intent,
+        entry.kv_protocol,
+        entry.bootstrap_port,
+    )
 
 
 def address_of(url: str) -> Address:

@@ -17,6 +17,7 @@ from functools import partial
 from typing import NamedTuple
 
 from router.fleet.engine import DEFAULT_GROUP, EngineRole, EngineSpec, Intent
+from router.fleet.kv_protocol import KvProtocol
 from router.fleet.sources.pod_api import Pod, PodApi, PodChange, VersionExpiredError
 from router.fleet.sources.source import Backoff, SourceError, SourceReport
 from router.settings import MAX_GROUP_WEIGHT, Address, canonical, is_port
@@ -189,10 +190,26 @@ def _spec(pod: Pod, role: EngineRole, port: str, scheme: str, intent: Intent) ->
     if not 0 <= weight <= MAX_GROUP_WEIGHT:
         problem = f"{str(given_weight)[:64]!r}, not a number from 0 to 1e6"
         raise SourceError(f"{PREFIX}weight is {problem}")
+    kv_protocol, bootstrap_port = described("kv-protocol"), described("bootstrap-port")
+    if kv_protocol is not None and kv_protocol not in [*KvProtocol]:
+        problem = f"{kv_protocol[:64]!r}, not one of {', '.join(KvProtocol)}"
+        raise SourceError(f"{PREFIX}kv-protocol is {problem}")
+    if bootstrap_port is not None and not is_port(bootstrap_port):
+        raise SourceError(f"{PREFIX}bootstrap-port is {bootstrap_port[:64]!r}, not a port")
     address = Address(canonical(pod.status.pod_ip or ""), _port(pod, described("port") or port))
     models = frozenset((described("models") or "").replace(",", " ").split())
     group = described("group") or DEFAULT_GROUP
-    return EngineSpec(role, address, models, group, weight, scheme == "https", intent)
+    return EngineSpec(
+        role,
+        address,
+        models,
+        group,
+        weight,
+        scheme == "https",
+        intent,
+        None if kv_protocol is None else KvProtocol(kv_protocol),
+        int(bootstrap_port or 0),
+    )
 
 
 def _port(pod: Pod, wanted: str) -> int:

@@ -243,13 +243,16 @@ async def test_each_reason_why_no_kv_moved_is_told(p: MockEngine, d: MockEngine)
 
 @pytest.mark.parametrize(
     ("more", "state", "text"),
-    [(4096, State.OK, "yes, 4 KiB"), (0, State.SKIPPED, "may have computed the prompt itself")],
+    [(64, State.OK, "yes, 64 tokens"), (0, State.SKIPPED, "may have computed the prompt itself")],
 )
 async def test_stock_decode_engine_shows_by_its_metrics_whether_kv_moved(
     p: MockEngine, d: MockEngine, more: int, state: State, text: str
 ) -> None:
-    def count(transferred: int) -> None:
-        d.pages["/metrics"] = b'vllm:nixl_bytes_transferred_sum{engine="0"} %d\n' % transferred
+    def count(loaded: int) -> None:
+        d.pages["/metrics"] = b"".join(
+            b'vllm:prompt_tokens_by_source_total{engine="0",source="%b"} %d.0\n' % (source, tokens)
+            for source, tokens in ((b"local_compute", 70), (b"external_kv_transfer", loaded))
+        )
 
     async def decode(request: Received, peer: Peer) -> None:
         count(1000 + more)

@@ -1,4 +1,5 @@
-"""Push: both legs run at once, and the prefill engine writes its blocks into the decode engine.
+"""Push between vLLM's NixlConnectors: both legs run at once, and the prefill engine writes its
+blocks into the decode engine.
 
 The decode engine needs the prefill engine's address before that engine has answered. The router
 knows the address from the engine's identity page, or from an earlier answer of the engine. Engines
@@ -7,7 +8,6 @@ match the two legs by `transfer_id`, or by an X-Request-Id that no other request
 
 from __future__ import annotations
 
-from typing import NamedTuple
 from uuid import uuid4
 
 from msgspec import structs
@@ -16,6 +16,7 @@ from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
 from router.fleet.engine import Engine, EngineRank, Place, engine_of
 from router.proxy.kv_params import KvParams
+from router.proxy.kv_protocols.protocol import LegPair
 from router.proxy.messages import new_leg_id
 from router.proxy.ranks import header_line, rank_chosen_by_client
 from router.proxy.request import Request
@@ -23,21 +24,7 @@ from router.proxy.request import Request
 PUSHES = "push"
 
 
-class PushParams(NamedTuple):
-    """The values that the two legs of one attempt share."""
-
-    leg_id: str
-    """The X-Request-Id of both legs."""
-    transfer_id: str
-    place: Place
-    """The prefill engine or its data-parallel rank."""
-    pinned: bytes
-    """The header line that selects a data-parallel rank of the prefill engine, or b""."""
-    params: KvParams
-    """The KV transfer params of the decode leg."""
-
-
-def make_push(request: Request, place: Place, decoder: Engine, forced: bool) -> PushParams | None:
+def make_push(request: Request, place: Place, decoder: Engine, forced: bool) -> LegPair | None:
     """Return what the legs of a push share, or None if the prefill engine's address is not known.
 
     `place` is the prefill engine or one of its ranks. Unless `forced`, return None as well if not
@@ -64,7 +51,7 @@ def make_push(request: Request, place: Place, decoder: Engine, forced: bool) -> 
         # Without this the decode engine takes the prefill engine for stock vLLM. It would then
         # hold each retained turn until it expires, even while it drains.
         params["proves_prefix"] = True
-    return PushParams(leg_id, transfer_id, place, pinned, KvParams(dumps(params)))
+    return LegPair(place, KvParams(dumps(params)), leg_id, transfer_id, pinned)
 
 
 def _choose_rank(request: Request, place: Place) -> tuple[RankEndpoint, bytes] | None:

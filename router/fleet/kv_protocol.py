@@ -1,0 +1,144 @@
+"""The protocol by which an engine moves KV, and how the router finds it out.
+
+Our own engines and stock vLLM with a NixlConnector speak `nixl`. Engines of other kinds say on
+their own pages what they are (beside each page: the release in which we read it):
+
+    sglang    GET /server_info has a disaggregation_mode                      SGLang 0.5.23
+    trtllm    GET /v1/models says owned_by tensorrt_llm                       TensorRT-LLM 1.2
+    mooncake  GET http://PREFILLER:BOOTSTRAP_PORT/query lists engine ids      vLLM 0.32
+
+No page shows that engines share a KV store, so `store` has to be configured. An engine that nobody
+configured and whose pages show nothing counts as `nixl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import httpx
+import msgspec
+import orjson
+from msgspec import Struct
+
+from router.http_client.pool import CompleteAnswer
+from router.settings import Address
+
+# SGLang's old and new name for the page.
+SERVER_INFO_PATHS = ("/server_info", "/get_server_info")
+MODELS_PATH = "/v1/models"
+TRTLLM_OWNER = "tensorrt_llm"
+# Default of SGLang's --disaggregation-bootstrap-port and of VLLM_MOONCAKE_BOOTSTRAP_PORT.
+BOOTSTRAP_PORT = 8998
+MAX_QUERY_BYTES = 1024 * 1024
+Get = Callable[[str], Awaitable[CompleteAnswer]]
+
+
+class KvProtocol(StrEnum):
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    SGLANG = "sglang"
+    TRTLLM = "trtllm"
+    STORE = "store"
+
+
+NIXL, MOONCAKE, SGLANG, TRTLLM, STORE = KvProtocol
+
+
+# Engines that know no field of vLLM, or refuse it.
+WITHOUT_VLLM_FIELDS = frozenset((SGLANG, TRTLLM))
+
+
+class KvPeer(Struct, frozen=True):
+    """What an engine's pages say about how it moves KV."""
+
+    protocol: KvProtocol = NIXL
+    mode: str = ""
+    """SGLang's disaggregation_mode: prefill, decode, or null for an engine that moves no KV."""
+    bootstrap_port: int = 0
+    """Where decode engines find an engine that sends KV (sglang, mooncake)."""
+    dp_size: int = 1
+    engine_ids: Mapping[int, str] = {}
+    """Mooncake's ids of the engine's data-parallel ranks. They change when the engine restarts."""
+
+
+def can_exchange(sender: KvProtocol, receiver: KvProtocol) -> bool:
+    """Return True if an engine of the one protocol may get KV from an engine of the other. The
+    pages of a decode engine do not show that it has the MooncakeConnector, or a store."""
+    return sender is receiver or (receiver is NIXL and sender in (MOONCAKE, STORE))
+
+
+class _ServerInfo(Struct):
+    """The fields of SGLang's page that matter here."""
+
+    disaggregation_mode: str
+    disaggregation_bootstrap_port: int = BOOTSTRAP_PORT
+    dp_size: int = 1
+
+
+class _Worker(Struct):
+    """An entry of the bootstrap server of vLLM's MooncakeConnector."""
+
+    engine_id: str
+    worker_addr: dict[str, Any]
+
+
+_decode_workers = msgspec.json.Decoder(dict[int, _Worker]).decode
+
+
+async def find_kv_peer(
+    get: Get, wanted: KvProtocol | None, address: Address, bootstrap_port: int, sends: bool
+) -> KvPeer:
+    """Ask an engine how it moves KV. `get` sends a GET request to it. `wanted` is the protocol that
+    was configured for it, if any. `sends`: it is used as a prefill engine.
+
+    Raises UpstreamError if the engine did not answer.
+    """
+    if wanted in (None, SGLANG) and (peer := await _find_sglang(get)):
+        return peer
+    if wanted in (None, MOONCAKE) and sends:
+        engine_ids = await query_bootstrap(address.host, bootstrap_port)
+        if engine_ids or wanted:
+            return KvPeer(MOONCAKE, bootstrap_port=bootstrap_port, engine_ids=engine_ids)
+    if wanted is None and await _is_trtllm(get):
+        return KvPeer(TRTLLM)
+    return KvPeer(wanted or NIXL)
+
+
+async def _find_sglang(get: Get) -> KvPeer | None:
+    for path in SERVER_INFO_PATHS:
+        answer = await get(path)
+        if answer.status != 200:
+            continue
+        try:
+            info = msgspec.json.decode(answer.body, type=_ServerInfo)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return None  # the page of another server
+        return KvPeer(
+            SGLANG, info.disaggregation_mode, info.disaggregation_bootstrap_port, info.dp_size
+        )
+    return None
+
+
+async def _is_trtllm(get: Get) -> bool:
+    answer = await get(MODELS_PATH)
+    try:
+        models = orjson.loads(answer.body)["data"] if answer.status == 200 else []
+        return any(model["owned_by"] == TRTLLM_OWNER for model in models)
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return False
+
+
+async def query_bootstrap(host: str, port: int, timeout: float = 1.0) -> dict[int, str]:
+    """Return Mooncake's engine ids by data-parallel rank; empty if no bootstrap server of vLLM's
+    MooncakeConnector answers there within `timeout` seconds. Never raises."""
+    url = f"http://{Address(host, port)}/query"
+    try:
+        async with httpx.AsyncClient(trust_env=False, timeout=timeout) as client:
+            answer = await client.get(url)
+        if answer.status_code != 200 or len(answer.content) > MAX_QUERY_BYTES:
+            return {}
+        return {rank: worker.engine_id for rank, worker in _decode_workers(answer.content).items()}
+    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, UnicodeDecodeError):
+        return {}

@@ -1,0 +1,76 @@
+"""vLLM's MooncakeConnector (read in vLLM 0.32 and 0.33, run in 0.32).
+
+The prefill engine keeps the KV under a transfer_id. The decode engine finds the prefill engine's
+workers by its bootstrap server, and asks them for that id.
+
+vLLM lets the legs run in any order. Here the decode leg follows the prefill leg, because a decode
+engine that waits for KV keeps its blocks even when its leg is aborted: until the prefill engine
+sends, or for VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s) and more. In this order a prefill leg may
+fail or be aborted, and nothing is held. Computed KV waits until a decode engine has read it or has
+ended its leg. If that engine is gone, another one reads it, for a prompt of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from uuid import uuid4
+
+from router.common.exact_json import dumps
+from router.fleet.engine import Engine, EngineRank, Place, engine_of
+from router.fleet.kv_protocol import MOONCAKE
+from router.proxy.kv_params import KvParams
+from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol
+from router.proxy.ranks import header_line, rank_chosen_by_client
+from router.proxy.request import Request
+from router.settings import Address
+
+
+class Mooncake(TransferProtocol):
+    name = MOONCAKE
+    runs_together = False
+
+    def pair(self, request: Request, place: Place, decoder: Engine) -> LegPair | None:
+        """The id of a rank names the process that holds the KV, so the rank is chosen here."""
+        engine = engine_of(place)
+        peer = engine.capabilities.kv_peer
+        number = _rank_number(request, place, peer.engine_ids)
+        engine_id = peer.engine_ids.get(number)
+        if engine_id is None:
+            return None
+        transfer_id = f"xfer-{uuid4()}"
+        bootstrap = Address(engine.spec.address.host, peer.bootstrap_port)
+        prefill = {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "transfer_id": transfer_id,
+        }
+        decode = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "transfer_id": transfer_id,
+            "remote_engine_id": engine_id,
+            "remote_bootstrap_addr": f"http://{bootstrap}",
+        }
+        known = number if len(peer.engine_ids) > 1 else None
+        # A prefill engine that samples the end of the answer keeps no KV. With min_tokens it
+        # samples another token, which nobody reads.
+        fields = b'"max_tokens":1,"min_tokens":1,"kv_transfer_params":' + dumps(prefill)
+        return LegPair(
+            place,
+            KvParams(dumps(decode)),
+            transfer_id=transfer_id,
+            pinned=header_line(request, place, known),
+            prefill_fields=fields,
+            release={"prompt": [1], "max_tokens": 1, "kv_transfer_params": decode},
+        )
+
+
+def _rank_number(request: Request, place: Place, engine_ids: Mapping[int, str]) -> int:
+    """Return the number of the data-parallel rank that computes the prompt."""
+    if isinstance(place, EngineRank):
+        return place.header
+    wanted = rank_chosen_by_client(request)
+    if wanted is not None:
+        return int(wanted) if wanted.isdigit() and len(wanted) < 8 else -1
+    numbers = sorted(engine_ids)
+    return numbers[request.number % len(numbers)] if numbers else -1
