@@ -1,4 +1,3 @@
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
@@ -9,16 +8,8 @@ from playwright.async_api import Browser
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.browser import running_browser
 from tests.conftest import find_free_ports
-from tests.integration.fork_server import ForkServer
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
-from tests.integration.processes import BOTH_WAYS, Launcher, Server
-
-PRELOADED = (
-    "engine_ext.reference.host",
-    "router.server.serve",
-    "router.server.supervisor",
-    "uvicorn.protocols.http.httptools_impl",
-)
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, start_fork_server
 
 
 @pytest.fixture(scope="session")
@@ -28,9 +19,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def launcher(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Launcher:
-    # Read when torch is imported: engine_ext.reference.cli sets it for the same reason.
-    forks = ForkServer(Path(sys.executable), PRELOADED, {"OMP_WAIT_POLICY": "passive"})
-    return Launcher(tmp_path_factory.mktemp("logs"), model, find_free_ports, forks)
+    logs = tmp_path_factory.mktemp("logs")
+    return Launcher(logs, model, find_free_ports, start_fork_server())
 
 
 @pytest.fixture(scope="session")

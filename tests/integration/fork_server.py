@@ -2,7 +2,7 @@
 
 A vLLM server starts in 5 s instead of 20 s of CPU time, a reference engine in less than 1 s instead
 of 2 s. A forked process behaves like a started one except that all of them share one hash seed and
-the addresses of their memory. The engines of tests/smoke are therefore started the usual way.
+the addresses of their memory. The prefill engines of tests/smoke are therefore started as usual.
 
 `ForkServer` runs this file as a process of any Python that has the modules, so it imports nothing
 but the standard library. The two speak lines of JSON: a request names arguments, log file and

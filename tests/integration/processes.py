@@ -27,9 +27,19 @@ BOTH_WAYS = {"bidirectional_kv_xfer": True, "prefill_load_timeout": 5.0, "loan_t
 """With the default limits of a second, a machine that stands still for a moment costs reuse."""
 REFERENCE = "engine_ext.reference.cli"
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
-
-
+PRELOADED = (
+    "engine_ext.reference.host",
+    "router.server.serve",
+    "router.server.supervisor",
+    "uvicorn.protocols.http.httptools_impl",
+)
 START_POLL = 0.1
+
+
+def start_fork_server() -> ForkServer:
+    """A process that forks reference engines and routers."""
+    # Read when torch is imported: engine_ext.reference.cli sets it for the same reason.
+    return ForkServer(Path(sys.executable), PRELOADED, {"OMP_WAIT_POLICY": "passive"})
 
 
 def wait_for(
