@@ -256,7 +256,7 @@ class PeerLayout:
         both sides ascend by one, and block allocators return descending ids."""
         window = self.windows[group]
         if window == STATE:
-            return _state("local", local), _state("remote", remote)
+            return state_units("local", local), state_units("remote", remote)
         positions = np.arange(first_token // self.unit, -(-last_token // self.unit))
         here = self._units("local", local, self.local, positions, window)
         there = self._units("remote", remote, self.remote, positions, window)
@@ -308,7 +308,7 @@ class PeerLayout:
         return Units(ids[np.maximum(index + 1, 0)], positions % per_block)
 
 
-def _state(name: str, blocks: BlockRange) -> Units:
+def state_units(name: str, blocks: BlockRange) -> Units:
     """Return the single unit of a state, which includes all tokens. Raises PlanError."""
     if len(blocks.ids) != 1:
         raise PlanError(f"{len(blocks.ids)} {name} blocks of a state, which has one")

@@ -96,7 +96,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
         **{
             f"KV cache of {kind}": True
-            for kind in sorted(_unknown_cache_kinds(vllm_config, kv_cache_config))
+            for kind in sorted(unknown_cache_kinds(vllm_config, kv_cache_config))
         },
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
@@ -115,7 +115,7 @@ def _unknown_state_modes(states: Sequence[MambaSpec]) -> set[str]:
     return {spec.mamba_cache_mode for spec in states} - {"none", "align"}
 
 
-def _unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
+def unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
     """Return the kinds of attention whose blocks are not simply those of the tokens, or of the last
     ones. In a group of unlike layers, workers see each layer's kind."""
     model = vllm_config.model_config
@@ -292,7 +292,7 @@ def engine_identity(
     compat_hash, factors = None, {}
     if geometry is not None:
         backend = geometry.attn_backend_name
-        compat_hash = _stock_hash(vllm_config, backend, config.transfer_mode)
+        compat_hash = stock_hash(vllm_config, backend, config.transfer_mode)
         factors = _factors(vllm_config, backend, config)
     return EngineIdentity(
         config.engine_id,
@@ -305,7 +305,7 @@ def engine_identity(
     )
 
 
-def _stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
+def stock_hash(vllm_config: VllmConfig, backend: str, mode: str) -> str | None:
     """Return the hash that stock engines compare with their own."""
     if not support.is_on(STOCK_PEERS):
         return None
@@ -434,7 +434,7 @@ def engine(vllm_config: VllmConfig) -> identity.EngineDescription:
         name="vllm",
         side_channels=_side_channels(vllm_config) if transfer is not None else (),
         transfer_modes=modes,
-        capabilities=_capabilities(vllm_config, ours),
+        capabilities=capabilities_of(vllm_config, ours),
         access=OPEN if ours is None else ours.access,
         lease_seconds=None if ours is None else ours.lease_duration,
         # A stock connector's side channel does not tell it.
@@ -496,7 +496,7 @@ def target_itl_ms(vllm_config: VllmConfig, config: ConnectorConfig) -> float | N
     return config.target_itl_ms
 
 
-def _capabilities(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
+def capabilities_of(vllm_config: VllmConfig, config: ConnectorConfig | None) -> tuple[str, ...]:
     has_state = _has_state(vllm_config.model_config)
     has_scheduler = _uses_our_scheduler(vllm_config)
     # Data-parallel ranks know nothing of each other: each would read for its own share of several

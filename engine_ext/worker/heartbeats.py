@@ -305,6 +305,11 @@ class HeartbeatTracker:
         horizon = self._valid_until.get(request_id)
         return NEVER if horizon is None or horizon.agent != agent else horizon.until
 
+    def horizon(self, request_id: str) -> float:
+        """Return the last horizon that any agent has granted."""
+        horizon = self._valid_until.get(request_id)
+        return NEVER if horizon is None else horizon.until
+
     def is_gone(self, request_id: str) -> bool:
         return request_id in self._gone
 

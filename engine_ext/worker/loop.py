@@ -109,23 +109,23 @@ class TransferLoop:
             # With a secret, a hello without a valid seal does not arrive here.
             validator=context.validator if config.access.secret is None else TRUSTING,
         )
-        self._beats = HeartbeatTracker(config.heartbeat_interval)
+        self.beats = HeartbeatTracker(config.heartbeat_interval)
         self._pulls = Pulls(
             context,
             peers=self._peers,
-            beats=self._beats,
+            beats=self.beats,
             decline=self._decline,
             checksums=checksums,
         )
         self._loan_asks = LoanAsks(
-            context, peers=self._peers, beats=self._beats, may_read=self._pulls.may_read
+            context, peers=self._peers, beats=self.beats, may_read=self._pulls.may_read
         )
         self._push: PushComponent | None = None
         self._transfers: tuple[KvTransfers, ...] = (self._pulls,)
         if open_push is not None:
             self._push = open_push(
                 LoopParts(
-                    context, self._peers, self._beats, self._leases, self._channels, self._free
+                    context, self._peers, self.beats, self._leases, self._channels, self._free
                 )
             )
             self._transfers = (self._pulls, self._push)
@@ -196,9 +196,9 @@ class TransferLoop:
             case orders.Revoke(request_id):
                 self._lease_service.revoke(request_id, now)
             case orders.TrackOrder(request_id, address, remote_id):
-                self._beats.track(request_id, address, remote_id, now)
+                self.beats.track(request_id, address, remote_id, now)
             case orders.Untrack(request_id):
-                self._beats.untrack(request_id)
+                self.beats.untrack(request_id)
                 self._loan_asks.give_up(request_id)
                 if push is not None:
                     push.end_inquiry(request_id)
@@ -254,7 +254,7 @@ class TransferLoop:
         """Leases, transfers, heartbeats, fences and messages that have not come to an end."""
         return (
             len(self._leases)
-            + len(self._beats)
+            + len(self.beats)
             + sum(transfers.num_open for transfers in self._transfers)
             + len(self._declines)
             + len(self._fences)
@@ -306,7 +306,7 @@ class TransferLoop:
         is_connecting = self._peers.num_connecting or self._context.validator.num_pending
         if is_connecting or self._loan_asks.num_open:
             return RECENT_WAIT
-        longest = LEASED_WAIT if len(self._leases) or len(self._beats) else IDLE_WAIT
+        longest = LEASED_WAIT if len(self._leases) or len(self.beats) else IDLE_WAIT
         if any(transfers.needs_steps(now) for transfers in self._transfers):
             longest = PEER_WAIT
         elif any(transfers.awaits_message for transfers in self._transfers):
@@ -404,7 +404,7 @@ class TransferLoop:
 
     def _renewed(self, sender: str, answer: wire.Renewed, now: float) -> None:
         # Only an agent that was asked may set its clock here: the clock ends quarantines.
-        was_asked = self._beats.answered(
+        was_asked = self.beats.answered(
             sender, answer.sequence, answer.seconds, answer.gone, answer.shorter
         )
         if was_asked and self._push is not None:
@@ -412,11 +412,11 @@ class TransferLoop:
 
     def _gone(self, sender: str, remote_ids: tuple[str, ...]) -> None:
         """Confirm what we do not read now; a READ under way ends with a message of its own."""
-        lost = self._beats.lost(sender, remote_ids)
+        lost = self.beats.lost(sender, remote_ids)
         being_read = {one.remote_id for one in lost if self._pulls.reads(one.request_id)}
         for engine_id, remote_id in {(one.address.engine_id, one.remote_id) for one in lost}:
             if remote_id not in being_read:
-                self._beats.confirm(engine_id, remote_id)
+                self.beats.confirm(engine_id, remote_id)
                 self._agent.notify(sender, encode_extension(wire.Read(remote_id)))
 
     def _free(self, request_id: str) -> None:
@@ -465,10 +465,10 @@ class TransferLoop:
         to the source we are one reader."""
         sources, self._declines = self._declines, []
         for source in sources:
-            if self._beats.waits_for(source.address.engine_id, source.request_id):
+            if self.beats.waits_for(source.address.engine_id, source.request_id):
                 continue
             if self._notify(source.address, partial(self._send_decline, source), now):
-                self._beats.confirm(source.address.engine_id, source.request_id)
+                self.beats.confirm(source.address.engine_id, source.request_id)
             else:
                 self._declines.append(source)
 
@@ -485,9 +485,9 @@ class TransferLoop:
         self._agent.notify(peer.name, encode_read(source, peer))
 
     def _send_heartbeats(self, now: float) -> None:
-        for beat in self._beats.due(now):
+        for beat in self.beats.due(now):
             if not self._notify(beat.address, partial(self._send_beat, beat), now):
-                self._beats.retry(beat.address, now)
+                self.beats.retry(beat.address, now)
 
     def _send_beat(self, beat: Beat, peer: PeerHandle) -> None:
         if peer.has_extension and beat.is_repeated:
@@ -497,8 +497,8 @@ class TransferLoop:
             if peer.has_extension:
                 sequence = next(self._context.sequence)
                 # Recorded before it is sent: a heartbeat that cannot be sent counts as unanswered.
-                self._beats.sent(sequence, beat.address, peer.name, ids, self._context.clock())
-                self._beats.follow(beat.address, peer.lease_extension)
+                self.beats.sent(sequence, beat.address, peer.name, ids, self._context.clock())
+                self.beats.follow(beat.address, peer.lease_extension)
                 self._agent.notify(peer.name, encode_extension(wire.Renew(sequence, ids)))
             else:
                 self._agent.notify(peer.name, encode_heartbeat(ids))

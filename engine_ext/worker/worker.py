@@ -90,10 +90,12 @@ class WorkerConnector:
         self._geometry = geometry
         self._identity = identity
         self._open_push = open_push
-        self._results = PendingResults()
+        self.results = PendingResults()
+        """What the owner thread reports."""
         self._stats = ConnectorStats()
         self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
-        self._inbox: deque[StepMetadata] = deque()
+        self.inbox: deque[StepMetadata] = deque()
+        """Steps that the owner thread has not carried out yet."""
         self._inspections: deque[InspectionRequest] = deque(maxlen=MAX_INSPECTIONS)
         self._accepted: StepMetadata | None = None
         self._asleep = threading.Lock()
@@ -105,7 +107,7 @@ class WorkerConnector:
 
     def set_wake(self, wake: Callable[[], None]) -> None:
         """`wake` is called from the owner thread whenever there are new results."""
-        self._results.set_wake(wake)
+        self.results.set_wake(wake)
 
     def register_kv_caches(
         self, regions: Sequence[Region], stage: StagingFactory | None = None
@@ -140,7 +142,7 @@ class WorkerConnector:
             identity=self._identity,
             regions=self._regions,
             clock=boottime,
-            results=self._results,
+            results=self.results,
             stats=self._stats,
             validator=validator,
         )
@@ -156,7 +158,7 @@ class WorkerConnector:
 
     def start_load_kv(self, meta: StepMetadata) -> None:
         if meta:
-            self._inbox.append(self._staged.begin(meta) if self._staged else meta)
+            self.inbox.append(self._staged.begin(meta) if self._staged else meta)
             # The loop has it from here on, so `fail_loads` must not hand it over again.
             self._accepted = meta
             self._wake()
@@ -165,7 +167,7 @@ class WorkerConnector:
         """`start_load_kv` raised. Unless it had handed over `meta`, fail its loads, and carry out
         its other orders."""
         if meta and meta is not self._accepted:
-            self._inbox.append(meta.without_loads())
+            self.inbox.append(meta.without_loads())
             self._accepted = meta
         self._wake()
 
@@ -175,7 +177,7 @@ class WorkerConnector:
             self._staged.save(meta.all(SaveOrder))
 
     def get_transfer_results(self) -> TransferResults:
-        results = self._results.take()
+        results = self.results.take()
         if not self._staged or not results:
             return results
         try:
@@ -187,7 +189,7 @@ class WorkerConnector:
     @property
     def has_results(self) -> bool:
         """True if `get_transfer_results` has something to return: an idle host takes a step."""
-        return bool(self._results)
+        return bool(self.results)
 
     def stats(self) -> ConnectorStats:
         return self._stats.snapshot()
@@ -231,8 +233,8 @@ class WorkerConnector:
 
     def _step(self, loop: TransferLoop) -> float:
         now = boottime()
-        while self._inbox:
-            loop.apply(self._inbox.popleft(), now)
+        while self.inbox:
+            loop.apply(self.inbox.popleft(), now)
         while self._inspections:
             self._answer(loop, self._inspections.popleft(), now)
         return loop.step(now)

@@ -8,4 +8,4 @@ def register() -> None:
     def nobodys(name: str, blocks: plan.BlockRange) -> plan.Units:
         return found(name, plan.BlockRange([plan.NULL_BLOCK]) if name == "remote" else blocks)
 
-    found, plan._state = plan._state, nobodys
+    found, plan.state_units = plan.state_units, nobodys

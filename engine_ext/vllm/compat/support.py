@@ -86,6 +86,12 @@ def turn_off(feature: Feature, why: str) -> None:
     logger.warning(_line(feature, why))
 
 
+def probe_again() -> None:
+    """Turn on what was turned off in this process, unless vLLM's names are not as expected."""
+    _turned_off.clear()
+    _problem.cache_clear()
+
+
 def features() -> list[str]:
     return [each.name for each in REQUIRED + OPTIONAL if is_on(each)]
 

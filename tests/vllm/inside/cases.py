@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from vllm.config import KVTransferConfig
@@ -180,9 +181,9 @@ def reports_that_nobody_waits_for_end_no_engine(num_ranks: int, model: Path) -> 
     engine = Engine(model, num_ranks=num_ranks)
     engine.add("a", 40)
     for rank in engine.ranks:
-        rank.half._results.sent("a")
-        rank.half._results.sent("ghost")
-        rank.half._results.received("phantom", ok=False)
+        rank.half.results.sent("a")
+        rank.half.results.sent("ghost")
+        rank.half.results.received("phantom", ok=False)
     assert engine.run("a").reason == "length"
     ends(engine)
 
@@ -386,11 +387,8 @@ def a_prompt_below_the_threshold_is_refused_once(model: Path) -> None:
 
 
 def a_global_threshold_without_the_plugin_is_refused_at_start(model: Path) -> None:
-    support._installed.remove(THRESHOLD_FEATURE.name)
-    try:
+    with patch.object(support, "is_installed", lambda feature: feature is not THRESHOLD_FEATURE):
         problem = refusal(lambda: Engine(model, scheduler_cls=OURS, extra=THRESHOLD))
-    finally:
-        support.install(THRESHOLD_FEATURE)
     assert "global_cache_hit_threshold" in problem
     engine = Engine(model, scheduler_cls=OURS, extra=THRESHOLD)
     engine.add("cold", 40)
@@ -456,7 +454,7 @@ def what_sparse_attention_keeps_is_refused(model: Path) -> None:
         given: Any = SimpleNamespace(model_config=described)
         groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
         expected = set() if is_known else {"MLAAttentionSpec"}
-        assert describe._unknown_cache_kinds(given, groups) == expected
+        assert describe.unknown_cache_kinds(given, groups) == expected
 
 
 def the_kinds_of_cache_that_are_refused_are_named(model: Path) -> None:
@@ -508,8 +506,8 @@ def of_a_window_the_tokens_that_guesses_need_are_kept_too(model: Path) -> None:
 def stock_and_ours_do_not_meet_where_stock_leaves_out_a_prompts_end(model: Path) -> None:
     plain = SimpleNamespace(is_hybrid=False, is_attention_free=False)
     given: Any = SimpleNamespace(model_config=plain, num_prefill_lookahead_tokens=3)
-    assert describe._stock_hash(given, "FLASH_ATTN", "pull") is None
-    assert describe._stock_hash(Engine(model).scheduler.vllm_config, "FLASH_ATTN", "pull")
+    assert describe.stock_hash(given, "FLASH_ATTN", "pull") is None
+    assert describe.stock_hash(Engine(model).scheduler.vllm_config, "FLASH_ATTN", "pull")
 
 
 def what_kv_role_says_of_loads_is_heard(model: Path) -> None:

@@ -51,8 +51,7 @@ def without(*lost: Feature) -> Iterator[None]:
     try:
         yield
     finally:
-        support._turned_off.clear()
-        support._problem.cache_clear()
+        support.probe_again()
         importlib.reload(scheduler)
 
 
@@ -97,7 +96,7 @@ def with_everything_off_vllm_serves(model: Path) -> None:
 
 def a_name_that_vllm_changed_is_found(model: Path) -> None:
     original = Scheduler._handle_failed_recving
-    support._problem.cache_clear()
+    support.probe_again()
     Scheduler._handle_failed_recving = lambda self, failed: original(self, failed)
     try:
         with without():
@@ -105,7 +104,7 @@ def a_name_that_vllm_changed_is_found(model: Path) -> None:
             answers(model)
     finally:
         Scheduler._handle_failed_recving = original
-        support._problem.cache_clear()
+        support.probe_again()
     assert why.endswith("_handle_failed_recving takes (self, failed), not (self, failed_req_ids)")
 
 
@@ -113,14 +112,14 @@ def an_attribute_that_vllm_dropped_is_found(model: Path) -> None:
     """It is set by `Scheduler.__init__`, and nowhere before that."""
     assert not hasattr(Scheduler, "recompute_kv_load_failures")
     assert support.is_on(FAILURE_POLICY)
-    support._problem.cache_clear()
+    support.probe_again()
     original = Scheduler.__init__
     Scheduler.__init__ = lambda self: None
     try:
         why = support.reason(FAILURE_POLICY)
     finally:
         Scheduler.__init__ = original
-        support._problem.cache_clear()
+        support.probe_again()
     assert str(why).endswith("recompute_kv_load_failures")
 
 
@@ -149,7 +148,7 @@ def what_is_off_is_not_promised(model: Path) -> None:
     engine = Engine(model, scheduler_cls=OURS)
     config = engine.scheduler.vllm_config
     ours: ConnectorConfig = describe.connector_config(config)
-    every = {*describe._capabilities(config, ours), *describe._capabilities(config, None)}
+    every = {*describe.capabilities_of(config, ours), *describe.capabilities_of(config, None)}
     for feature, promised in (
         (THRESHOLD, {"cache_hit_threshold"}),
         (RESUME, {"begun"}),

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
@@ -107,11 +108,8 @@ def a_request_that_cannot_be_told_is_preempted_as_ever(model: Path) -> None:
 
 
 def what_the_engine_cannot_keep_is_refused_at_start(model: Path) -> None:
-    support._installed.remove(PREEMPTION_RETURN.name)
-    try:
+    with patch.object(support, "is_installed", lambda feature: feature is not PREEMPTION_RETURN):
         problem = refusal(lambda: Engine(model, scheduler_cls=SCHEDULERS[0], extra=ASKED))
-    finally:
-        support.install(PREEMPTION_RETURN)
     assert "hand_back" in problem
     problem = refusal(lambda: Engine(model, scheduler_cls=SCHEDULERS[0], extra={"hand_back": 1}))
     assert "hand_back" in problem

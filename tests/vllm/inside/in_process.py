@@ -24,6 +24,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_ext.common.orders import FailLoad, Fence, LeaseGrant, PullOrder, Revoke, StepMetadata
 from engine_ext.common.types import CacheGeometry, EngineIdentity, LoadProblem
+from engine_ext.vllm import describe
 from engine_ext.vllm.connector import DisaggConnector
 from engine_ext.vllm.optional.answers.patch_outputs import translated
 from engine_ext.worker.worker import WorkerConnector
@@ -70,9 +71,8 @@ class Rank:
         connector: Any = DisaggConnector(config, KVConnectorRole.WORKER, cache)
         self.connector = connector
         identity = EngineIdentity("engine", "127.0.0.1", 1)
-        self.half = WorkerConnector(
-            self.connector._config, CacheGeometry(BLOCK, NUM_BLOCKS), identity
-        )
+        ours = describe.connector_config(config)
+        self.half = WorkerConnector(ours, CacheGeometry(BLOCK, NUM_BLOCKS), identity)
         self.connector._worker = Planted(self.half, plant)
         self.leased: set[str] = set()
         self.problem: LoadProblem | None = None
@@ -83,8 +83,8 @@ class Rank:
     def step(self, metadata: Any) -> KVConnectorOutput:
         self.connector.bind_connector_metadata(metadata)
         self.connector.start_load_kv(None)
-        while self.half._inbox:
-            self._apply(self.half._inbox.popleft())
+        while self.half.inbox:
+            self._apply(self.half.inbox.popleft())
         results = self.connector.get_transfer_results(set())
         self.connector.clear_connector_metadata()
         return KVConnectorOutput(
@@ -98,12 +98,12 @@ class Rank:
         """A remote has read it."""
         if request_id in self.leased:
             self.leased.discard(request_id)
-            self.half._results.sent(request_id)
+            self.half.results.sent(request_id)
 
     def land(self) -> None:
         """Every late READ has ended."""
         for name in self.late:
-            self.half._results.sent(name)
+            self.half.results.sent(name)
         self.late.clear()
 
     def _apply(self, meta: StepMetadata) -> None:
@@ -111,9 +111,9 @@ class Rank:
         self.leased.update(grant.request_id for grant in ordered(meta, LeaseGrant))
         for order in ordered(meta, PullOrder):
             ok = self.problem is None
-            self.half._results.received(order.request_id, ok=ok, problem=self.problem)
+            self.half.results.received(order.request_id, ok=ok, problem=self.problem)
         for name in ordered(meta, FailLoad):
-            self.half._results.received(name, ok=False)
+            self.half.results.received(name, ok=False)
         for name in ordered(meta, Revoke):
             self.read(name)
         self.late += ordered(meta, Fence)

@@ -35,7 +35,7 @@ class Decoder(Engine):
     def report(self, what: str, name: str, **options: Any) -> None:
         """Ranks report in one step after the other."""
         for rank in self.ranks:
-            getattr(rank.half._results, what)(name, **options)
+            getattr(rank.half.results, what)(name, **options)
             self.step()
 
 
@@ -80,10 +80,10 @@ def an_engine_rests_while_all_that_waits_is_for_others_to_do(model: Path) -> Non
     for _ in range(4):
         engine.step()
     assert engine.ordered(PushInquiry) == {"short"}
-    assert engine.scheduler._awaits_kv_alone()
-    engine.ranks[0].half._results.ready("short")
+    assert engine.scheduler.awaits_kv_alone()
+    engine.ranks[0].half.results.ready("short")
     engine.step()
-    assert not engine.scheduler._awaits_kv_alone()
+    assert not engine.scheduler.awaits_kv_alone()
 
 
 def vllms_own_scheduler_class_registers_early_only_beside_the_longest_request(

@@ -33,7 +33,7 @@ class Asked:
         """The engine's."""
         for token in text.encode():
             state = self.processor.request_states["r"]
-            scores = patch_replay._logprobs(state, [(token, -0.5), (OTHER, -0.1)])
+            scores = patch_replay.logprobs_lists(state, [(token, -0.5), (OTHER, -0.1)])
             self.processor.process_outputs(
                 [EngineCoreOutput("r", [token], new_logprobs=scores, **output)]
             )
@@ -153,7 +153,7 @@ def nothing_is_said_while_what_was_spoken_passes_but_errors(model: Path) -> None
 def log_probabilities_name_a_token_once(model: Path) -> None:
     asked = ask(model, "ab")
     state = asked.processor.request_states["r"]
-    rows = patch_replay._logprobs(state, [(5, -2.0), (7, -1.0), (5, -2.0), (8, -3.0)])
+    rows = patch_replay.logprobs_lists(state, [(5, -2.0), (7, -1.0), (5, -2.0), (8, -3.0)])
     assert isinstance(rows, LogprobsLists)
     assert rows.logprob_token_ids.tolist() == [[5, 7, 8]]
     assert rows.sampled_token_ranks.tolist() == [2]

@@ -104,7 +104,7 @@ def _output(state: Any, token: int, logprobs: Sequence[Logprob], end: End) -> En
     return EngineCoreOutput(
         state.request_id,
         [token],
-        new_logprobs=_logprobs(state, logprobs),
+        new_logprobs=logprobs_lists(state, logprobs),
         finish_reason=end.finish_reason,
         stop_reason=end.stop_reason,
     )
@@ -129,7 +129,7 @@ def _end(request: Any, token_ids: Sequence[int]) -> End:
     return End(len(token_ids))
 
 
-def _logprobs(state: Any, logprobs: Sequence[Logprob]) -> LogprobsLists | None:
+def logprobs_lists(state: Any, logprobs: Sequence[Logprob]) -> LogprobsLists | None:
     """Those of one token, as a step of the engine brings them: its own first."""
     if state.logprobs_processor.num_logprobs is None:
         return None

@@ -64,7 +64,7 @@ class IdleRestPart(Host):
             self._wake()
 
     def has_requests(self) -> bool:
-        if self._awaits_kv_alone():
+        if self.awaits_kv_alone():
             now = time.monotonic()
             self._awaits_kv_since = self._awaits_kv_since or now
             self._num_looks += 1
@@ -75,7 +75,7 @@ class IdleRestPart(Host):
             self._awaits_kv_since, self._num_looks = 0.0, 0
         return bool(super().has_requests())
 
-    def _awaits_kv_alone(self) -> bool:
+    def awaits_kv_alone(self) -> bool:
         if self.running or not self._can_sleep:
             return False
         if self._is_waited_for() or self.finished_req_ids or self.connector.has_pending_push_work():

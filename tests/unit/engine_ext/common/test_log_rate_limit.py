@@ -27,4 +27,4 @@ def test_one_kind_of_line_holds_back_no_other_and_the_kinds_are_bounded() -> Non
     assert not seldom.filter(line(1000))
     assert seldom.filter(line(1000, "something else of %s"))
     assert all(seldom.filter(line(1001, f"{number} %s")) for number in range(2 * MAX_KINDS))
-    assert len(seldom._kinds) == MAX_KINDS
+    assert seldom.filter(line(1001)), "the oldest kind is forgotten"

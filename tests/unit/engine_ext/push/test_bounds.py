@@ -1,14 +1,13 @@
 """What registrations P keeps, and which it refuses at once."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
 from engine_ext.common.access import Access, parse_networks
 from engine_ext.common.config import ConnectorConfig
-from engine_ext.common.types import CacheGeometry, ConnectorStats, EngineIdentity
-from engine_ext.push.component import Push
+from engine_ext.common.types import CacheGeometry, EngineIdentity
 from engine_ext.push.decode_engines import RECHECK_SECONDS, IncomingInquiries, Outcomes
 from engine_ext.push.matching_state import BoundedRegistrations, RegistrationKey
 from engine_ext.wire.dialer import PeerRank
@@ -27,10 +26,9 @@ from engine_ext.wire.notifications import (
     encode_extension,
     encode_registration,
 )
-from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.loop import TransferLoop
 from engine_ext.worker.reply_channels import ReplyChannels
-from tests.unit.engine_ext.scheduler.fakes import FakeAgent, metadata_of, regions
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, metadata_of, push_registration, regions
+from tests.unit.engine_ext.worker.stepped_loop import SteppedLoop
 
 
 @dataclass
@@ -56,32 +54,15 @@ class Dialer:
         pass
 
 
-@dataclass
-class Prefiller:
-    agent: FakeAgent = field(default_factory=FakeAgent)
-    stats: ConnectorStats = field(default_factory=ConnectorStats)
-    dialer: Dialer = field(default_factory=Dialer)
-    now: float = 0.0
-
-    def __post_init__(self) -> None:
-        inside = parse_networks("allowed_peers", ["10.0.0.0/24"])
-        context = WorkerContext(
-            agent=self.agent,
-            config=ConnectorConfig(
-                engine_id="p", transfer_mode="push", access=Access(peers=inside)
-            ),
-            geometry=CacheGeometry(16, 32, num_kv_heads=8),
-            identity=EngineIdentity("p", "10.0.0.1", 5600, tp_size=2),
-            regions=regions(),
-            clock=lambda: self.now,
-            stats=self.stats,
-            dialer=self.dialer,
-        )
-        self.loop = TransferLoop(context, open_push=Push)
-
-    def step(self, seconds: float = 0.0) -> None:
-        self.now += seconds
-        self.loop.step(self.now)
+class Prefiller(SteppedLoop):
+    def __init__(self) -> None:
+        access = Access(peers=parse_networks("allowed_peers", ["10.0.0.0/24"]))
+        config = ConnectorConfig(engine_id="p", transfer_mode="push", access=access)
+        identity = EngineIdentity("p", "10.0.0.1", 5600, tp_size=2)
+        self.dialer = Dialer()
+        geometry = CacheGeometry(16, 32, num_kv_heads=8)
+        super().__init__(config, identity, geometry, regions(), dialer=self.dialer)
+        self.now = 0.0
 
     def hears(self, *registrations: PushRegistered, sender: str = "agent-d") -> None:
         self.agent.sender = sender
@@ -110,14 +91,11 @@ def registration(
     blocks: Sequence[int] = (1, 2),
     stage: tuple[int, int] = (0, 1),
 ) -> PushRegistered:
-    return PushRegistered(
-        request_id=f"d-{number}",
-        decode_engine_id="d",
+    return push_registration(
+        f"d-{number}",
         decode_host=host,
-        decode_port=5600,
         decode_tp_size=tp_size,
         local_block_ids=(tuple(blocks),),
-        remote_engine_id="p",
         remote_host="10.0.0.1",
         remote_port=5600,
         remote_tp_size=2,

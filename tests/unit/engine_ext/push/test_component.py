@@ -34,7 +34,7 @@ from engine_ext.worker.agent import TransferState
 from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.loop import TransferLoop
 from engine_ext.worker.push_component import NO_PUSH
-from tests.unit.engine_ext.scheduler.fakes import FakeAgent, regions, source
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, push_registration, regions, source
 from tests.unit.engine_ext.worker.test_worker import (
     GEOMETRY,
     Harness,
@@ -66,19 +66,7 @@ def registration(generation: int | None) -> PushRegistered:
     extension = None
     if generation is not None:
         extension = PushExtension(generation, 0, 32, b"digest", "p-1", 1000.0, 0)
-    return PushRegistered(
-        request_id="d-1",
-        decode_engine_id="d",
-        decode_host="127.0.0.1",
-        decode_port=5600,
-        decode_tp_size=1,
-        local_block_ids=((1, 2),),
-        remote_engine_id="p",
-        remote_host="127.0.0.1",
-        remote_port=5600,
-        remote_tp_size=1,
-        disagg=extension,
-    )
+    return push_registration(disagg=extension)
 
 
 def calls_of_push(run: Callable[[], object]) -> set[str]:

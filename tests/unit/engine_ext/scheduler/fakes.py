@@ -8,6 +8,7 @@ from engine_ext.common.prefix_hashes import Keys, PrefixHashes
 from engine_ext.common.types import PeerAddress, Region, RemoteSource
 from engine_ext.layout.plan import Indices, PeerLayout
 from engine_ext.wire.handshake import AgentMetadata
+from engine_ext.wire.notifications import PushRegistered
 from engine_ext.worker.agent import AgentError, PeerHandle, TransferState
 from engine_ext.worker.validator import MetadataValidation
 
@@ -171,6 +172,22 @@ def metadata_of(engine_id: str, agent: str, layers: Sequence[Region], **more: An
         attn_backend_name="CPU_ATTN",
         **more,
     )
+
+
+def push_registration(request_id: str = "d-1", **changes: Any) -> PushRegistered:
+    """What D sends to P for a push."""
+    fields: dict[str, Any] = {
+        "decode_engine_id": "d",
+        "decode_host": "127.0.0.1",
+        "decode_port": 5600,
+        "decode_tp_size": 1,
+        "local_block_ids": ((1, 2),),
+        "remote_engine_id": "p",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5601,
+        "remote_tp_size": 1,
+    }
+    return PushRegistered(request_id=request_id, **(fields | changes))
 
 
 def source(

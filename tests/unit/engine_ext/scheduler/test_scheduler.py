@@ -24,8 +24,10 @@ from engine_ext.common.orders import (
 from engine_ext.common.prefix_hashes import ContentKey, Keys
 from engine_ext.common.types import (
     STATE,
+    BlockIds,
     CacheGeometry,
     EngineIdentity,
+    FinishDecision,
     FinishStatus,
     RemoteSource,
     TransferResults,
@@ -36,6 +38,7 @@ from tests.unit.engine_ext.orders import ordered
 from tests.unit.engine_ext.scheduler.fakes import Request, told
 
 BLOCKS = ((6, 5, 4, 3, 2, 1, 0),)
+GEOMETRY = CacheGeometry(16, 32)
 
 
 @pytest.fixture
@@ -44,24 +47,27 @@ def scheduler() -> SchedulerConnector:
 
 
 def make(
-    engine_id: str, port: int = 5600, now: float = 1000.0, **settings: Any
+    engine_id: str, port: int = 5600, geometry: CacheGeometry = GEOMETRY, **settings: Any
 ) -> SchedulerConnector:
     config = ConnectorConfig(engine_id=engine_id, **settings)
     identity = EngineIdentity(engine_id, "10.0.0.2", port)
-    return SchedulerConnector(config, identity, CacheGeometry(16, 32), lambda: now)
+    return SchedulerConnector(config, identity, geometry, lambda: 1000.0)
 
 
-def decoder_of(geometry: CacheGeometry, **settings: Any) -> SchedulerConnector:
-    config = ConnectorConfig(engine_id="d", **settings)
-    return SchedulerConnector(config, EngineIdentity("d", "10.0.0.2", 5600), geometry)
+def prefilled(
+    prefiller: SchedulerConnector, request: Request, blocks: BlockIds = BLOCKS
+) -> dict[str, Any] | None:
+    """Begin and end a prefill leg. Return its params."""
+    prefiller.on_new_request(request)
+    return prefiller.request_finished(
+        request, blocks, FinishStatus.LENGTH_CAPPED
+    ).kv_transfer_params
 
 
 def answer_of_p(**changes: Any) -> dict[str, Any]:
     """What a prefill engine answers for a prompt of 100 tokens."""
-    prefiller = make("p")
     request = Request("p-1", {"do_remote_decode": True}, num_computed_tokens=100)
-    prefiller.on_new_request(request)
-    params = prefiller.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)[1]
+    params = prefilled(make("p"), request)
     assert params is not None
     return told(params, **changes)
 
@@ -297,8 +303,7 @@ def test_what_a_prefiller_generated_itself_does_not_spoil_the_proof_of_the_promp
 ) -> None:
     prefiller = make("p")
     request = Request("p-1", {"do_remote_decode": True}, 2000, 2003, answer=range(4))
-    prefiller.on_new_request(request)
-    params = prefiller.request_finished(request, ((*range(126),),), FinishStatus.LENGTH_CAPPED)[1]
+    params = prefilled(prefiller, request, ((*range(126),),))
     decode = Request("d-1", params, num_prompt_tokens=2000)
     scheduler.on_new_request(decode)
     assert scheduler.get_num_new_matched_tokens(decode, 0) == (2000, True)
@@ -324,8 +329,7 @@ def test_two_requests_of_the_same_tokens_share_kv_only_where_all_else_is_the_sam
 ) -> None:
     prefiller, decoder = make("p", transfer_mode=mode), make("d", transfer_mode=mode)
     leg = Request("p-1", {"do_remote_decode": True}, 16, 16, content_keys=KEYS[held])
-    prefiller.on_new_request(leg)
-    params = prefiller.request_finished(leg, ((1,),), FinishStatus.LENGTH_CAPPED)[1]
+    params = prefilled(prefiller, leg, ((1,),))
     request = Request("d-1", params, 16, content_keys=KEYS[wanted])
     decoder.on_new_request(request)
     loadable = decoder.get_num_new_matched_tokens(request, 0).num_tokens
@@ -470,16 +474,20 @@ def retained(
 ) -> dict[str, Any]:
     """What a decode engine answers for a turn of 100 prompt and 21 answer tokens."""
     decoder = decoder or make("d", 5602, bidirectional=True)
-    params = answer_of_p(retain=True)
-    request = Request(request_id, params, num_computed_tokens=120, answer=range(100, 121))
+    answer = loaded_and_answered(decoder, request_id, answer_of_p(retain=True))
+    assert answer.delay_free
+    assert answer.kv_transfer_params is not None
+    return told(answer.kv_transfer_params, **changes)
+
+
+def loaded_and_answered(
+    decoder: SchedulerConnector, name: str, params: dict[str, Any]
+) -> FinishDecision:
+    request = Request(name, params, num_computed_tokens=120, answer=range(100, 121))
     decoder.on_new_request(request)
     decoder.update_state_after_alloc(request, BLOCKS, 100)
-    decoder.update_connector_output(TransferResults(finished_recving=frozenset([request_id])))
-    blocks = (tuple(range(8)),)
-    delay, answer = decoder.request_finished(request, blocks, FinishStatus.STOPPED)
-    assert delay
-    assert answer is not None
-    return told(answer, **changes)
+    decoder.update_connector_output(TransferResults(finished_recving=frozenset({name})))
+    return decoder.request_finished(request, (tuple(range(8)),), FinishStatus.STOPPED)
 
 
 def next_turn(scheduler: SchedulerConnector, prompt_tokens: int = 150, **changes: Any) -> Request:
@@ -497,11 +505,8 @@ def test_a_turn_is_not_kept_where_turns_are_off_or_it_is_not_wanted() -> None:
     params = answer_of_p()
     for config, asked in ((True, False), (False, True)):
         decoder = make("d", bidirectional=config)
-        request = Request("t-1", {**params, "retain": asked}, num_computed_tokens=120)
-        decoder.on_new_request(request)
-        decoder.update_state_after_alloc(request, BLOCKS, 100)
-        decoder.update_connector_output(TransferResults(finished_recving=frozenset({"t-1"})))
-        assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+        answer = loaded_and_answered(decoder, "t-1", {**params, "retain": asked})
+        assert answer == (False, None)
 
 
 def test_a_kept_turn_says_where_until_when_and_which_tokens() -> None:
@@ -621,11 +626,7 @@ def test_waiting_turns_hold_no_more_than_their_share_and_the_oldest_goes() -> No
 
 def test_a_turn_larger_than_the_share_is_not_kept() -> None:
     decoder = make("d", bidirectional=True, retain_share=0.1)
-    request = Request("t-1", answer_of_p(retain=True), num_computed_tokens=120)
-    decoder.on_new_request(request)
-    decoder.update_state_after_alloc(request, BLOCKS, 100)
-    decoder.update_connector_output(TransferResults(finished_recving=frozenset({"t-1"})))
-    assert decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED) == (False, None)
+    assert loaded_and_answered(decoder, "t-1", answer_of_p(retain=True)) == (False, None)
 
 
 @pytest.mark.parametrize(
@@ -636,18 +637,14 @@ def test_a_turn_is_kept_by_default_where_a_remote_has_prefilled(
 ) -> None:
     decoder = make("d", bidirectional=True)
     for name, params in (("t-1", {**answer_of_p(), **said}), ("local", said)):
-        request = Request(name, params, num_computed_tokens=120)
-        decoder.on_new_request(request)
-        decoder.update_state_after_alloc(request, BLOCKS, 100)
-        decoder.update_connector_output(TransferResults(finished_recving=frozenset({name})))
-        decision = decoder.request_finished(request, BLOCKS, FinishStatus.STOPPED)
+        decision = loaded_and_answered(decoder, name, params)
         assert decision.delay_free == (is_kept and name == "t-1")
 
 
 def test_a_turn_that_stock_may_read_never_gives_way_and_what_does_not_fit_is_not_kept() -> None:
     decoder = make("d", bidirectional=True, retain_share=0.5)
     proven = answer_of_p()
-    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    stock = answer_of_p(prefix_proof=None)
     kept = [turn(decoder, f"t-{number}", stock) for number in range(3)]
     assert kept == [True, True, False]
     assert not turn(decoder, "t-3", proven)
@@ -668,8 +665,7 @@ def test_a_turn_that_was_pushed_gives_way_if_the_router_says_who_prefilled(
     said: dict[str, Any], gives_way: bool
 ) -> None:
     decoder = make("d", bidirectional=True, transfer_mode="push")
-    pushed = {key: value for key, value in answer_of_p().items() if key != "prefix_proof"}
-    assert turn(decoder, "t", pushed | said)
+    assert turn(decoder, "t", answer_of_p(prefix_proof=None) | said)
     decoder.drain()
     assert ordered(decoder.build_connector_meta(), Revoke) == (("t",) if gives_way else ())
 
@@ -686,7 +682,7 @@ def test_an_engine_that_lets_in_who_lacks_the_secret_keeps_every_turn_for_its_ti
 def test_stock_is_told_of_no_turn_that_may_go_and_our_engines_are_told_that_it_may() -> None:
     decoder = make("d", bidirectional=True)
     proven = answer_of_p()
-    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    stock = answer_of_p(prefix_proof=None)
     for params, is_firm in ((proven, False), (stock, True)):
         request = Request("t", params, num_computed_tokens=120, answer=range(100, 121))
         decoder.on_new_request(request)
@@ -698,20 +694,13 @@ def test_stock_is_told_of_no_turn_that_may_go_and_our_engines_are_told_that_it_m
 
 def turn(decoder: SchedulerConnector, name: str, params: dict[str, Any]) -> bool:
     """Whether one of 120 tokens is kept."""
-    request = Request(name, params, num_computed_tokens=120, answer=range(100, 121))
-    decoder.on_new_request(request)
-    decoder.update_state_after_alloc(request, BLOCKS, 100)
-    decoder.update_connector_output(TransferResults(finished_recving=frozenset({name})))
-    blocks = (tuple(range(8)),)
-    return decoder.request_finished(request, blocks, FinishStatus.STOPPED).delay_free
+    return loaded_and_answered(decoder, name, params).delay_free
 
 
 def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None:
     decoder = make("d", bidirectional=True)
     retained("t-1", decoder)
-    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=33)
-    decoder.on_new_request(request)
-    decoder.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+    prefilled(decoder, Request("r", {"do_remote_decode": True}, num_computed_tokens=33))
     decoder.drain()
     assert ordered(decoder.build_connector_meta(), Revoke) == ("t-1",)
     decoder.drain()
@@ -721,7 +710,7 @@ def test_an_engine_that_drains_gives_up_waiting_turns_and_keeps_leases() -> None
 def test_turns_of_other_weights_end_but_those_that_stock_may_read() -> None:
     decoder = make("d", bidirectional=True, retain_share=0.5)
     proven = answer_of_p()
-    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    stock = answer_of_p(prefix_proof=None)
     assert turn(decoder, "t-0", proven)
     assert decoder.end_turns()
     assert ordered(decoder.build_connector_meta(), Revoke) == ("t-0",)
@@ -733,13 +722,11 @@ def test_turns_of_other_weights_end_but_those_that_stock_may_read() -> None:
 def test_what_other_weights_computed_ends_but_turns_that_stock_may_read() -> None:
     decoder = make("d", bidirectional=True, retain_share=0.5)
     proven = answer_of_p()
-    stock = {key: value for key, value in proven.items() if key != "prefix_proof"}
+    stock = answer_of_p(prefix_proof=None)
     assert turn(decoder, "t", proven)
     assert turn(decoder, "firm", stock)
     for name in ("leased", "unrelated"):
-        request = Request(name, {"do_remote_decode": True}, num_computed_tokens=33)
-        decoder.on_new_request(request)
-        decoder.request_finished(request, BLOCKS, FinishStatus.LENGTH_CAPPED)
+        prefilled(decoder, Request(name, {"do_remote_decode": True}, num_computed_tokens=33))
     decoder.build_connector_meta()
     decoder.change_weights(["t", "firm", "leased", "unknown"])
     assert ordered(decoder.build_connector_meta(), Revoke) == ("t", "leased")
@@ -769,7 +756,7 @@ def test_what_other_weights_computed_is_not_loaded(mode: TransferMode) -> None:
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_where_nothing_may_be_loaded_all_is_computed_and_the_holder_hears_of_it(mode: str) -> None:
-    decoder = decoder_of(CacheGeometry(16, 32, may_load=False), transfer_mode=mode)
+    decoder = make("d", geometry=CacheGeometry(16, 32, may_load=False), transfer_mode=mode)
     request = Request("d-1", answer_of_p())
     decoder.on_new_request(request)
     assert decoder.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -800,7 +787,7 @@ def test_where_a_group_has_a_window_the_last_token_is_left_to_compute(
     windows: tuple[int | None, ...], loaded: int
 ) -> None:
     geometry = CacheGeometry(16, 32, group_windows=windows)
-    decoder = decoder_of(geometry)
+    decoder = make("d", geometry=geometry)
     blocks = BLOCKS * len(windows)
     request = offered(decoder, remote_block_ids=[list(group) for group in blocks])
     assert decoder.get_num_new_matched_tokens(request, 32) == (loaded - 32, True)
@@ -827,7 +814,7 @@ def test_no_kv_is_taken_that_depends_on_tokens_that_are_not_known_to_be_the_same
 ) -> None:
     """From token `other` on, of 100, the remote's are others."""
     geometry = CacheGeometry(16, 32, group_windows=windows, lookahead=lookahead)
-    decoder = decoder_of(geometry)
+    decoder = make("d", geometry=geometry)
     blocks = [list(group) for group in BLOCKS * len(windows)]
     params, others = answer_of_p(remote_block_ids=blocks), range(other + 1, 101)
     request = Request("d-1", params, num_prompt_tokens=other, answer=others)
@@ -842,7 +829,7 @@ def test_a_window_is_not_placed_by_a_number_that_got_lost_or_changed_on_the_way(
 ) -> None:
     """Its list ends with the remote's last token, and only the number of tokens says where."""
     geometry = CacheGeometry(16, 32, group_windows=(None, 49))
-    decoder = decoder_of(geometry)
+    decoder = make("d", geometry=geometry)
     whole = list(BLOCKS[0])
     changes = {
         "remote_block_ids": [whole, whole],
@@ -855,41 +842,34 @@ def test_a_window_is_not_placed_by_a_number_that_got_lost_or_changed_on_the_way(
     assert decoder.get_num_new_matched_tokens(request, 0) == (99 if is_stock else 0, is_stock)
 
 
-@pytest.mark.parametrize(("listed", "loaded"), [(5, 99), (4, 99), (3, 0)])
-def test_a_remote_that_gave_up_what_a_window_needs_is_not_read(listed: int, loaded: int) -> None:
-    """Of 100 tokens in 7 blocks; the token behind 99 sees from 51 on, in block 3."""
-    geometry = CacheGeometry(16, 32, group_windows=(None, 49))
-    decoder = decoder_of(geometry)
+@pytest.mark.parametrize(
+    ("block_size", "window", "listed", "loaded"),
+    [
+        # The token behind 99 sees from 51 on, in block 3.
+        (16, 49, 5, 99),
+        (16, 49, 4, 99),
+        (16, 49, 3, 0),
+        # Our block of 32 tokens begins with token 32, in its block 2.
+        (32, 49, 5, 99),
+        (32, 49, 4, 0),
+        # The token behind 99 sees from 64 on, in block 4.
+        (16, chunked(64), 4, 99),
+        (16, chunked(64), 3, 99),
+        (16, chunked(64), 2, 0),
+    ],
+)
+def test_a_remote_that_gave_up_what_a_window_or_a_chunk_needs_is_not_read(
+    block_size: int, window: int, listed: int, loaded: int
+) -> None:
+    """Of 100 tokens in the remote's 7 blocks of 16."""
+    decoder = make("d", geometry=CacheGeometry(block_size, 32, group_windows=(None, window)))
     whole = list(BLOCKS[0])
-    request = offered(decoder, remote_block_ids=[whole, [0, *whole[-listed:]]])
+    given = {"remote_block_ids": [whole, [0, *whole[-listed:]]], "remote_block_size": 16}
+    request = offered(decoder, **given)
     assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
     if not loaded:
         decoder.update_state_after_alloc(request, BLOCKS * 2, 0)
         assert len(ordered(decoder.build_connector_meta(), Decline)) == 1
-
-
-@pytest.mark.parametrize(("listed", "loaded"), [(5, 99), (4, 0)])
-def test_a_remote_that_gave_up_the_beginning_of_a_larger_block_is_not_read(
-    listed: int, loaded: int
-) -> None:
-    """Of 100 tokens in its 7 blocks of 16 and our 4 of 32; the token behind 99 sees from 51 on, and
-    our block begins with 32."""
-    geometry = CacheGeometry(32, 32, group_windows=(None, 49))
-    decoder = decoder_of(geometry)
-    whole = list(BLOCKS[0])
-    told = {"remote_block_ids": [whole, [0, *whole[-listed:]]], "remote_block_size": 16}
-    request = offered(decoder, **told)
-    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
-
-
-@pytest.mark.parametrize(("listed", "loaded"), [(4, 99), (3, 99), (2, 0)])
-def test_a_remote_that_gave_up_what_a_chunk_needs_is_not_read(listed: int, loaded: int) -> None:
-    """Of 100 tokens in 7 blocks; the token behind 99 sees from 64 on, in block 4."""
-    geometry = CacheGeometry(16, 32, group_windows=(None, chunked(64)))
-    decoder = decoder_of(geometry)
-    whole = list(BLOCKS[0])
-    request = offered(decoder, remote_block_ids=[whole, [0, *whole[-listed:]]])
-    assert decoder.get_num_new_matched_tokens(request, 0) == (loaded, loaded > 0)
 
 
 # Layers that keep a state.
@@ -897,8 +877,7 @@ def test_a_remote_that_gave_up_what_a_chunk_needs_is_not_read(listed: int, loade
 
 def with_state(engine_id: str, **settings: Any) -> SchedulerConnector:
     geometry = CacheGeometry(16, 32, group_windows=(None, STATE))
-    config = ConnectorConfig(engine_id=engine_id, **settings)
-    return SchedulerConnector(config, EngineIdentity(engine_id, "10.0.0.2", 5600), geometry)
+    return make(engine_id, geometry=geometry, **settings)
 
 
 @pytest.mark.parametrize(
@@ -930,9 +909,8 @@ def test_a_state_is_read_only_where_it_is_of_just_those_tokens(computed: int, lo
     """Of 100 tokens the last is computed again, which a state of all has in it already."""
     prefiller, decoder = with_state("p"), with_state("d")
     done = Request("p-1", {"do_remote_decode": True}, num_computed_tokens=computed)
-    prefiller.on_new_request(done)
     blocks = BLOCKS[0], (9,)
-    params = prefiller.request_finished(done, blocks, FinishStatus.LENGTH_CAPPED)[1]
+    params = prefilled(prefiller, done, blocks)
     assert params is not None
     assert params["remote_block_ids"][1] == [9]
     request = Request("d-1", params)
@@ -996,8 +974,7 @@ def test_who_is_told_of_a_prompt_that_is_being_computed(
     settings: dict[str, Any], windows: tuple[int | None, ...], is_early: bool
 ) -> None:
     geometry = CacheGeometry(16, 32, group_windows=windows)
-    config = ConnectorConfig(engine_id="p", **settings)
-    prefiller = SchedulerConnector(config, EngineIdentity("p", "10.0.0.2", 5600), geometry)
+    prefiller = make("p", geometry=geometry, **settings)
     prefiller.on_new_request(Request("r", {"do_remote_decode": True}))
     assert prefiller.wants_steps_of("r") is is_early
     prefiller.on_step("r", BLOCKS * len(windows), 48, 16)

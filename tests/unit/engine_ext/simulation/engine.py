@@ -33,7 +33,6 @@ from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata, encode_payload
 from engine_ext.worker.agent import TransferState
 from engine_ext.worker.context import WorkerContext
-from engine_ext.worker.leases import NEVER
 from engine_ext.worker.loop import TransferLoop
 from engine_ext.worker.results import PendingResults
 from tests.unit.engine_ext.orders import ordered
@@ -160,7 +159,7 @@ class SimEngine:
         self.agent.landing_seconds = config.landing_seconds / rate
         self.results = PendingResults()
         self.stats = ConnectorStats()
-        self.scheduler = self._new_scheduler()
+        self.scheduler = self.new_scheduler()
         self.scheduler.lend_from(self)
         self.scheduler.borrow_with(self)
         self.loop = self._new_loop()
@@ -253,8 +252,7 @@ class SimEngine:
     def horizon(self, request_id: str) -> float:
         """Until when, by its own clock, this engine believes that what it reads for the request is
         what it asked for."""
-        horizon = self.loop._beats._valid_until.get(request_id)
-        return NEVER if horizon is None else horizon.until
+        return self.loop.beats.horizon(request_id)
 
     # What arrives over HTTP.
 
@@ -272,7 +270,7 @@ class SimEngine:
             self.abort(request)
             return None
         del self.computing[request.request_id]
-        self._compute(request)
+        self.compute_locally(request)
         return self._finish(request, FinishStatus.LENGTH_CAPPED)
 
     def begin(self, request: SimRequest) -> bool:
@@ -304,7 +302,7 @@ class SimEngine:
         del self.computing[request.request_id]
         self.scheduler.on_preempted(request.request_id)
         self.network.lose_source(self.agent, request.blocks)
-        self._give_back(request)
+        self.give_back(request)
         request.num_computed_tokens = 0
         self.wake()
 
@@ -373,7 +371,7 @@ class SimEngine:
             del self.loading[request.request_id]
             self.fenced.add(request.request_id)
         if decision.delay_free or (request.blocks and not is_loading):
-            self._part_with(request, decision)
+            self.part_with(request, decision)
         self.wake()
 
     # What time does.
@@ -519,7 +517,7 @@ class SimEngine:
         if request is None:
             self._violate(f"{request_id} was reported as sent, and nothing is kept for it")
         else:
-            self._give_back(request)
+            self.give_back(request)
 
     def _loaded(self, request_id: str, results: TransferResults) -> None:
         ok = request_id not in results.failed_recving
@@ -531,11 +529,11 @@ class SimEngine:
         if request is None:
             self._violate(f"{request_id} was reported as received, and nothing is kept for it")
         elif request.is_over:
-            self._give_back(request)
+            self.give_back(request)
         elif ok:
             self._accept(request)
         else:
-            self._fail(request)
+            self.fail_load(request)
 
     def _accept(self, request: SimRequest) -> None:
         loaded = request.prompt_token_ids[: request.num_loading]
@@ -544,26 +542,26 @@ class SimEngine:
                 self._violate(f"{request.request_id} accepted wrong KV")
             self.memory.fill(request.blocks, loaded)
         self.scheduler.update_state_after_alloc(request, (tuple(request.blocks),), 0)
-        self._compute(request, first_token=request.num_loading)
-        self._run(request)
+        self.compute_locally(request, first_token=request.num_loading)
+        self.run_request(request)
 
-    def _fail(self, request: SimRequest) -> None:
+    def fail_load(self, request: SimRequest) -> None:
         policy = self.scheduler.load_failure_policy(request)
         if policy == "fail":
-            self._part_with(request, self._request_finished(request, FinishStatus.ERROR))
+            self.part_with(request, self._request_finished(request, FinishStatus.ERROR))
             return
         self._check_free(request)
         self.memory.change_owner(request.blocks, f"{request.request_id} (computed)")
-        self._compute(request)
-        self._run(request)
+        self.compute_locally(request)
+        self.run_request(request)
 
-    def _compute(self, request: SimRequest, first_token: int = 0) -> None:
+    def compute_locally(self, request: SimRequest, first_token: int = 0) -> None:
         first_block = first_token // BLOCK_SIZE
         self.memory.fill(request.blocks, request.prompt_token_ids, first_block)
         self.memory.remember(request.blocks, request.prompt_token_ids)
         request.num_computed_tokens = request.num_prompt_tokens
 
-    def _run(self, request: SimRequest) -> None:
+    def run_request(self, request: SimRequest) -> None:
         self.running[request.request_id] = request
         if request.computes_for:
             end = partial(self._end, request)
@@ -593,7 +591,7 @@ class SimEngine:
 
     def _finish(self, request: SimRequest, status: FinishStatus) -> dict[str, Any] | None:
         decision = self._request_finished(request, status)
-        self._part_with(request, decision)
+        self.part_with(request, decision)
         self.wake()
         return decision.kv_transfer_params
 
@@ -607,15 +605,15 @@ class SimEngine:
         request.decision = decision
         return decision
 
-    def _part_with(self, request: SimRequest, decision: FinishDecision) -> None:
+    def part_with(self, request: SimRequest, decision: FinishDecision) -> None:
         """Once it is over: its blocks are free, or are kept for whom the scheduler half knows."""
         if decision.delay_free:
             self._note("keeps", f"{request.blocks} of {request.request_id}")
             self.held[request.request_id] = request
         else:
-            self._give_back(request)
+            self.give_back(request)
 
-    def _give_back(self, request: SimRequest) -> None:
+    def give_back(self, request: SimRequest) -> None:
         self._check_free(request)
         self._note("frees", f"{request.blocks} of {request.request_id}")
         (self.memory.unpin if request.is_loan else self.memory.give_back)(request.blocks)
@@ -651,7 +649,7 @@ class SimEngine:
     def close(self) -> None:
         """As a dialer."""
 
-    def _new_scheduler(self) -> SchedulerConnector:
+    def new_scheduler(self) -> SchedulerConnector:
         return SchedulerConnector(
             self.config, self.identity, GEOMETRY, self._unix_time, clock=self.shown
         )

@@ -93,9 +93,9 @@ class QueueingEngine(SimEngine):
         if not self.is_at_rest():
             self._step_in(STEP_SECONDS)
 
-    def _new_scheduler(self) -> SchedulerConnector:
+    def new_scheduler(self) -> SchedulerConnector:
         if self.longest is None:
-            return super()._new_scheduler()
+            return super().new_scheduler()
         geometry = replace(GEOMETRY, max_model_len=self.longest * BLOCK_SIZE)
         return SchedulerConnector(
             self.config,
@@ -121,7 +121,7 @@ class QueueingEngine(SimEngine):
                 if "do_remote_decode" in request.kv_transfer_params:
                     request.then(self._finish(request, FinishStatus.LENGTH_CAPPED))
                 else:
-                    self._run(request)
+                    self.run_request(request)
 
     def _has_blocks_for(self, request: SimRequest, num_blocks: int) -> bool:
         """It gets those that are missing from whoever was admitted last. False: it was that one."""
@@ -142,10 +142,10 @@ class QueueingEngine(SimEngine):
             if request is not None and self._has_blocks_for(request, len(request.blocks) + 1):
                 self.growing.discard(name)
 
-    def _run(self, request: SimRequest) -> None:
+    def run_request(self, request: SimRequest) -> None:
         """Hosts say so of what was loaded, too, when it starts."""
         self.scheduler.update_state_after_alloc(request, (tuple(request.blocks),), 0)
-        super()._run(request)
+        super().run_request(request)
 
     def _preempt(self, request: SimRequest) -> None:
         self._note("preempts", request.request_id)
@@ -157,15 +157,15 @@ class QueueingEngine(SimEngine):
         self._wait_again(request)
 
     def _wait_again(self, request: SimRequest) -> None:
-        self._give_back(request)
+        self.give_back(request)
         request.num_computed_tokens = 0
         self.waiting.insert(0, request)
 
-    def _fail(self, request: SimRequest) -> None:
+    def fail_load(self, request: SimRequest) -> None:
         """Where it is computed instead, it waits for room first, as in vLLM and the reference
         engine."""
         if self.scheduler.load_failure_policy(request) == "fail":
-            super()._fail(request)
+            super().fail_load(request)
             return
         del self.outcomes[request.request_id]
         self._wait_again(request)
@@ -425,9 +425,9 @@ class CrowdedScenario(Scenario):
             load_failure_policy=choose(["fail", "recompute"]),
         )
 
-    def _weather(self) -> Weather:
+    def random_weather(self) -> Weather:
         """A WRITE that never ends would keep the room that others wait for."""
-        return replace(super()._weather(), never=0.0)
+        return replace(super().random_weather(), never=0.0)
 
 
 def _abort_if_there(engine: SimEngine, leg: SimRequest) -> None:

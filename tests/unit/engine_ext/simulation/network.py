@@ -158,7 +158,7 @@ class Network:
             if at <= transfer.cut_at:
                 transfer.to_land.add(index)
                 self.num_in_flight += 1
-                self.timeline.at(at, partial(self._move, transfer, index))
+                self.timeline.at(at, partial(self.move, transfer, index))
         if not stops and end <= transfer.cut_at:
             self.timeline.at(end, partial(self._end, transfer, TransferState.DONE))
         elif fate >= weather.never:
@@ -166,10 +166,10 @@ class Network:
                 min(end, transfer.cut_at), partial(self._end, transfer, TransferState.FAILED)
             )
 
-    def _move(self, transfer: SimTransfer, index: int) -> None:
+    def move(self, transfer: SimTransfer, index: int) -> None:
         """A READ and a WRITE read their source now, not when they began."""
         if index in transfer.to_land and (frozen := self._waits_for(transfer)) is not None:
-            frozen.waiting_moves.append(partial(self._move, transfer, index))
+            frozen.waiting_moves.append(partial(self.move, transfer, index))
             return
         self.num_in_flight -= 1
         if index not in transfer.to_land:

@@ -143,7 +143,9 @@ class Scenario:
     def change_weather(self) -> None:
         if self.is_storm:
             calm = Weather(flip=self.spoils, swap=self.spoils)
-            self.network.weather = self.random.choice([calm, self._weather(), self._weather()])
+            self.network.weather = self.random.choice(
+                [calm, self.random_weather(), self.random_weather()]
+            )
 
     def freeze(self) -> None:
         self.random.choice(self.all_engines).freeze(self._while())
@@ -447,7 +449,7 @@ class Scenario:
         wanted = self.random.random() < 0.2 and (self.kind == "pull" or kind is StockReader)
         return kind(self.network, name, self.ports) if wanted else None
 
-    def _weather(self) -> Weather:
+    def random_weather(self) -> Weather:
         choose, chance = self.random.choice, self.random.random
         return Weather(
             lose=choose([0.0, 0.0, 0.1, 0.5, 1.0]),

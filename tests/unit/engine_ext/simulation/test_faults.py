@@ -10,26 +10,15 @@ import pytest
 
 from engine_ext.wire.notifications import (
     PushExtension,
-    PushRegistered,
     Withdraw,
     encode_extension,
     encode_registration,
 )
+from tests.unit.engine_ext.scheduler.fakes import push_registration
 from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
+from tests.unit.engine_ext.simulation.scenario import METHODS
 from tests.unit.engine_ext.simulation.world import SimRequest, Weather
 
-METHODS = (
-    "add_remote",
-    "remove_remote",
-    "prepare",
-    "unprepare",
-    "start_read",
-    "start_write",
-    "poll",
-    "discard",
-    "notify",
-    "notifications",
-)
 MODES = ("pull", "push")
 
 
@@ -597,21 +586,18 @@ def test_a_registration_with_other_names_than_its_last_one_stops_nothing() -> No
     assert pair.is_served()
     network, names = pair.world.network, (pair.decoder.agent.name, pair.prefiller.agent.name)
     for transfer_id in ("t1", "t2"):
-        message = PushRegistered(
-            request_id="cmpl-z-0-0000000d",
-            decode_engine_id="d",
+        extension = PushExtension(
+            int(transfer_id[1]), 0, 10, b"of another prompt", "z", network.now + 60
+        )
+        message = push_registration(
+            "cmpl-z-0-0000000d",
             decode_host="sim",
             decode_port=2,
-            decode_tp_size=1,
             local_block_ids=((1, 2, 3),),
-            remote_engine_id="p",
             remote_host="sim",
             remote_port=1,
-            remote_tp_size=1,
             transfer_id=transfer_id,
-            disagg=PushExtension(
-                int(transfer_id[1]), 0, 10, b"of another prompt", "z", network.now + 60
-            ),
+            disagg=extension,
         )
         network.send(*names, encode_registration(message))
     pair.world.pass_time(1)

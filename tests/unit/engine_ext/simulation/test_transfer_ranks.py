@@ -3,7 +3,6 @@
 Fake agents, a fake clock, real handshakes. Rank r of the remote engine is "agent-<r>".
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,26 +26,22 @@ from engine_ext.common.orders import (
     TrackOrder,
 )
 from engine_ext.common.types import (
-    ConnectorStats,
     EngineIdentity,
     PeerAddress,
     PushTarget,
     RemoteSource,
     TransferResults,
 )
-from engine_ext.connector import push_of
 from engine_ext.push.registrations import RETURNED_SECONDS
 from engine_ext.wire import errors, handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.worker.agent import TransferState
-from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.heartbeats import CLOCK_DRIFT
-from engine_ext.worker.loop import LEASED_WAIT, TransferLoop
-from engine_ext.worker.results import PendingResults
+from engine_ext.worker.loop import LEASED_WAIT
 from tests.unit.engine_ext.layout.cache_model import Model, RankCache
-from tests.unit.engine_ext.scheduler.fakes import FakeAgent, FakeTransfer
-from tests.unit.engine_ext.wire.waiting import SECONDS
+from tests.unit.engine_ext.scheduler.fakes import FakeTransfer, push_registration
+from tests.unit.engine_ext.worker.stepped_loop import SteppedLoop
 
 MODEL = Model(layers=1, heads=4, head_bytes=8)
 OK = TransferResults(finished_recving=frozenset(["d-1"]))
@@ -56,49 +51,22 @@ FREE = TransferResults(finished_sending=frozenset(["d-1"]))
 WRITE_BOUND = 40.0
 
 
-class Rank:
+class Rank(SteppedLoop):
     """Rank 0 of an engine of `ours` ranks, facing an engine of `theirs`."""
 
     def __init__(
         self, ours: int, theirs: int, *, extension: int | None = errors.EXTENSION_VERSION
     ) -> None:
-        self.agent = FakeAgent()
-        self.results = PendingResults()
-        self.stats = ConnectorStats()
-        self.config = ConnectorConfig(engine_id="us", transfer_mode="push")  # It READs, too.
-        self.now = 1000.0
-        self.server = HandshakeServer("127.0.0.1", 0, _payloads(theirs, extension))
-        self.address = PeerAddress("remote", "127.0.0.1", self.server.port, theirs)
+        config = ConnectorConfig(engine_id="us", transfer_mode="push")  # It READs, too.
         cache = RankCache(MODEL, size=ours)
         identity = EngineIdentity("us", "127.0.0.1", 1, ours)
-        context = WorkerContext(
-            agent=self.agent,
-            config=self.config,
-            geometry=cache.geometry(),
-            identity=identity,
-            regions=tuple(cache.regions()),
-            clock=lambda: self.now,
-            results=self.results,
-            stats=self.stats,
-        )
-        self.loop = TransferLoop(context, open_push=push_of(self.config))
+        super().__init__(config, identity, cache.geometry(), cache.regions())
+        self.server = HandshakeServer("127.0.0.1", 0, _payloads(theirs, extension))
+        self.address = PeerAddress("remote", "127.0.0.1", self.server.port, theirs)
 
     def close(self) -> None:
         self.loop.close()
         self.server.close()
-
-    def step(self, seconds: float = 0.0) -> None:
-        self.now += seconds
-        self.loop.step(self.now)
-
-    def apply(self, meta: StepMetadata) -> None:
-        self.loop.apply(meta, self.now)
-
-    def step_until(self, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, "condition not reached"
-            self.step()
 
     def sent(self) -> list[tuple[str, wire.Notification]]:
         messages, self.agent.sent = self.agent.sent, []
@@ -325,7 +293,7 @@ def test_a_rank_that_waits_for_p_takes_a_whole_step_only_at_a_message_or_every_2
     number = generation(registered(rank))
     rank.step()
 
-    def is_whole(step: Callable[[], None]) -> bool:
+    def is_whole(step: Callable[[], object]) -> bool:
         rank.stats.pushes_active = -1  # A whole step counts anew.
         step()
         return rank.stats.pushes_active != -1
@@ -539,17 +507,13 @@ def offer(rank: Rank) -> None:
 
 
 def register(rank: Rank, their_rank: int, name: str = "p-1", generation: int = 1) -> None:
-    message = wire.PushRegistered(
-        request_id="d-1",
+    message = push_registration(
         decode_engine_id="remote",
-        decode_host=rank.address.host,
         decode_port=rank.address.port,
         decode_tp_size=rank.address.tp_size,
         local_block_ids=((5, 6),),
         remote_engine_id="us",
-        remote_host="127.0.0.1",
         remote_port=1,
-        remote_tp_size=1,
         disagg=wire.PushExtension(generation, 0, 32, b"x", name, 1e9, their_rank),
     )
     rank.hears(wire.encode_registration(message), their_rank)

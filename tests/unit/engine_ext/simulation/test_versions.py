@@ -50,8 +50,8 @@ class Conversation:
         if not self.decoder.load(leg):
             assert self.decoder.begin(leg)
             del self.decoder.computing["d-1"]
-            self.decoder._compute(leg)
-            self.decoder._run(leg)
+            self.decoder.compute_locally(leg)
+            self.decoder.run_request(leg)
         self.world.until(lambda: kept)
         assert kept[0] is not None
         self.said = leg.token_ids

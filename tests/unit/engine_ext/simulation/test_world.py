@@ -54,9 +54,10 @@ def test_the_blocks_of_a_transfer_move_one_by_one_and_are_read_as_they_move() ->
     theirs.contents[last] = (-7,)
     network.timeline.run_until(pair.world.now + 1.4)
     assert ours.contents[transfer.local[-1]] != (-7,)
-    network.timeline._events.sort()
-    network._move(transfer, 2)
-    assert ours.contents[transfer.local[-1]] == (-7,)
+    seen: list[object] = []
+    network.timeline.check = lambda: seen.append(ours.contents[transfer.local[-1]])
+    network.timeline.run_until(pair.world.now + 0.2)
+    assert (-7,) in seen
 
 
 @pytest.mark.parametrize(
@@ -159,13 +160,13 @@ Planted = Callable[[Pair], object]
 
 def keep_too_briefly(pair: Pair) -> None:
     """P's host gives leased blocks back after a while of its own choice."""
-    finish = pair.prefiller._part_with
+    finish = pair.prefiller.part_with
 
     def part_with(request: Any, decision: FinishDecision) -> None:
         finish(request, decision)
-        pair.world.network.later(1.0, lambda: pair.prefiller._give_back(request))
+        pair.world.network.later(1.0, lambda: pair.prefiller.give_back(request))
 
-    pair.prefiller._part_with = part_with  # type: ignore[method-assign] # planted
+    pair.prefiller.part_with = part_with  # type: ignore[method-assign] # planted
 
 
 def early_news(pair: Pair) -> None:
@@ -183,13 +184,13 @@ def early_news(pair: Pair) -> None:
 
 def refill(pair: Pair) -> None:
     """P's blocks are filled again while they are leased."""
-    finish = pair.prefiller._part_with
+    finish = pair.prefiller.part_with
 
     def part_with(request: Any, decision: FinishDecision) -> None:
         finish(request, decision)
         pair.prefiller.memory.fill(request.blocks, tokens(99))
 
-    pair.prefiller._part_with = part_with  # type: ignore[method-assign] # planted
+    pair.prefiller.part_with = part_with  # type: ignore[method-assign] # planted
 
 
 def abort_and_free(pair: Pair) -> None:
@@ -198,7 +199,7 @@ def abort_and_free(pair: Pair) -> None:
 
     def load_and_leave(request: Any) -> bool:
         loads = load(request)
-        pair.world.network.later(0.5, lambda: pair.decoder._give_back(request))
+        pair.world.network.later(0.5, lambda: pair.decoder.give_back(request))
         return loads
 
     pair.decoder.load = load_and_leave  # type: ignore[method-assign] # planted

@@ -32,7 +32,12 @@ HOLDER = PeerAddress("p", "127.0.0.1", 1)
 class Memory:
     """Regions of 16 blocks that do not lie back to back; `groups` has one entry per region."""
 
-    def __init__(self, windows: tuple[int | None, ...] = (None,), groups: Any = (0, 0)) -> None:
+    def __init__(
+        self,
+        windows: tuple[int | None, ...] = (None,),
+        groups: Any = (0, 0),
+        blocks: HostBlocks | None = None,
+    ) -> None:
         rng = np.random.default_rng(1)
         self.bytes = rng.integers(0, 255, (len(groups), BLOCKS, STRIDE), dtype=np.uint8)
         start = self.bytes.ctypes.data
@@ -41,7 +46,7 @@ class Memory:
             for i, group in enumerate(groups)
         ]
         geometry = CacheGeometry(4, BLOCKS, group_windows=windows)
-        self.checksums = Checksums(self.regions, geometry, HostBlocks())
+        self.checksums = Checksums(self.regions, geometry, blocks or HostBlocks())
 
     def sums(self, block_ids: BlockIds) -> tuple[bytes, ...]:
         self.checksums.lease("p-1", block_ids)
@@ -163,18 +168,24 @@ def test_sums_of_other_blocks_prove_nothing(spoil: Callable[[Any], tuple[bytes, 
 def test_the_work_is_done_in_slices_and_first_what_somebody_waits_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    read: list[int] = []
+
+    class Recorded(HostBlocks):
+        def read(self, region: Region, block_id: int) -> Buffer:
+            read.append(block_id)
+            return super().read(region, block_id)
+
     monkeypatch.setattr(checksums, "STEP_BYTES", 2 * BLOCK_BYTES)
-    memory = Memory()
-    for name, ids in (("long", tuple(range(8))), ("wanted", (1, 2)), ("short", (3,))):
+    memory = Memory(blocks=Recorded())
+    long, wanted, short = (*range(8, 16),), (1, 2), (3,)
+    for name, ids in (("long", long), ("wanted", wanted), ("short", short)):
         memory.checksums.lease(name, (ids,))
     memory.checksums.ask("wanted")
-    ended = []
-    for _ in range(12):
+    for number in range(1, 12):
         memory.checksums.step()
-        summings = {name: memory.checksums._leased[name] for name in ("long", "wanted", "short")}
-        ended.append({name for name, one in summings.items() if one.is_done})
-    first = {name: next(i for i, done in enumerate(ended) if name in done) for name in ended[-1]}
-    assert first["wanted"] < first["short"] < first["long"]
+        assert len(read) == 2 * number, "of one block, both layers"
+    assert read[::2] == [*wanted, *short, *long]
+    memory.checksums.step()
     assert not memory.checksums.is_busy
 
 
@@ -194,9 +205,8 @@ def test_memory_that_cannot_be_read_fails_a_load_and_gives_a_reader_no_sums() ->
         def read(self, region: Region, block_id: int) -> Buffer:
             raise OSError("no such memory")
 
-    memory = Memory()
-    sums = memory.sums(((3, 1),))
-    memory.checksums._blocks = Broken()
+    sums = Memory().sums(((3, 1),))
+    memory = Memory(blocks=Broken())
     order = order_of(((3, 1),), ((3, 1),), 0, 8)
     assert "could not be made" in (memory.problem(order, sums) or "")
     memory.checksums.lease("p-2", ((1,),))

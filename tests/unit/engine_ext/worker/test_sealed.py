@@ -19,7 +19,7 @@ from engine_ext.wire.notifications import (
 )
 from engine_ext.worker.agent import Agent
 from engine_ext.worker.sealed import SealedAgent, open_seal, seal, sealed
-from tests.unit.engine_ext.scheduler.fakes import FakeAgent
+from tests.unit.engine_ext.scheduler.fakes import FakeAgent, push_registration
 
 SECRET, OTHER = (
     SharedSecret.of(b"a secret of the fleet"),
@@ -27,19 +27,7 @@ SECRET, OTHER = (
 )
 REQUIRED, MIXED = Access(SECRET), Access(SECRET, is_mixed=True)
 READ = encode_extension(Read("p-1"))
-REGISTRATION = PushRegistered(
-    request_id="d-1",
-    decode_engine_id="d",
-    decode_host="127.0.0.1",
-    decode_port=5600,
-    decode_tp_size=1,
-    local_block_ids=((1, 2),),
-    remote_engine_id="p",
-    remote_host="127.0.0.1",
-    remote_port=5601,
-    remote_tp_size=1,
-    disagg=PushExtension(1, 0, 32, b"digest", "p-1", 1000.0),
-)
+REGISTRATION = push_registration(disagg=PushExtension(1, 0, 32, b"digest", "p-1", 1000.0))
 OF_STOCK = (encode_read_done("p-1"), encode_heartbeat(["p-1", "p-2"]))
 
 names = st.text(max_size=20)

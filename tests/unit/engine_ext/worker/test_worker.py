@@ -1,9 +1,8 @@
 """The owner thread's loop, stepped by hand: a fake agent, a fake clock, a real handshake."""
 
 import socket
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,23 +30,20 @@ from engine_ext.common.types import (
     RemoteSource,
     TransferResults,
 )
-from engine_ext.connector import push_of
 from engine_ext.wire import handshake
 from engine_ext.wire import notifications as wire
 from engine_ext.wire.errors import EXTENSION_VERSION
 from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.wire.listener import HandshakeServer
 from engine_ext.worker.agent import TransferState
-from engine_ext.worker.context import WorkerContext
 from engine_ext.worker.loop import (
     IDLE_WAIT,
     LEASED_WAIT,
     RECENT_WAIT,
     TRANSFER_WAIT,
     WAIT_SHARE,
-    TransferLoop,
 )
-from engine_ext.worker.results import MAX_LOAN_KEYS, MAX_LOAN_REQUESTS, PendingResults
+from engine_ext.worker.results import MAX_LOAN_KEYS, MAX_LOAN_REQUESTS
 from engine_ext.worker.sealed import sealed
 from tests.unit.engine_ext.scheduler.fakes import (
     FakeAgent,
@@ -56,7 +52,7 @@ from tests.unit.engine_ext.scheduler.fakes import (
     regions,
     source,
 )
-from tests.unit.engine_ext.wire.waiting import SECONDS
+from tests.unit.engine_ext.worker.stepped_loop import SteppedLoop
 
 GEOMETRY = CacheGeometry(block_size=16, num_blocks=32)
 FACTORS = {"model": "m", "dtype": "float32"}
@@ -95,42 +91,17 @@ def listening(metadata: AgentMetadata) -> Iterator[HandshakeServer]:
     server.close()
 
 
-@dataclass
-class Harness:
-    agent: FakeAgent = field(default_factory=FakeAgent)
-    results: PendingResults = field(default_factory=PendingResults)
-    stats: ConnectorStats = field(default_factory=ConnectorStats)
-    config: ConnectorConfig = field(default_factory=lambda: ConnectorConfig(engine_id="engine-d"))
-    now: float = 1000.0
-    geometry: CacheGeometry = GEOMETRY
-
-    def __post_init__(self) -> None:
+class Harness(SteppedLoop):
+    def __init__(
+        self,
+        config: ConnectorConfig | None = None,
+        geometry: CacheGeometry = GEOMETRY,
+        agent: FakeAgent | None = None,
+        stats: ConnectorStats | None = None,
+    ) -> None:
+        config = config or ConnectorConfig(engine_id="engine-d")
         identity = EngineIdentity("engine-d", "127.0.0.1", 5601, compat_factors=FACTORS)
-        context = WorkerContext(
-            agent=self.agent,
-            config=self.config,
-            geometry=self.geometry,
-            identity=identity,
-            regions=regions(),
-            clock=lambda: self.now,
-            results=self.results,
-            stats=self.stats,
-        )
-        self.loop = TransferLoop(context, open_push=push_of(self.config))
-
-    def step(self, seconds: float = 0.0) -> float:
-        self.now += seconds
-        return self.loop.step(self.now)
-
-    def apply(self, meta: StepMetadata) -> None:
-        self.loop.apply(meta, self.now)
-
-    def step_until(self, condition: Callable[[], object]) -> None:
-        """Real time passes for the sockets, none on the loop's clock."""
-        deadline = time.monotonic() + SECONDS
-        while not condition():
-            assert time.monotonic() < deadline, "condition not reached"
-            self.step()
+        super().__init__(config, identity, geometry, regions(), agent, stats=stats)
 
     def results_after(self, condition: Callable[[], object]) -> TransferResults:
         self.step_until(condition)
@@ -544,14 +515,20 @@ def test_an_answer_by_another_agent_or_to_another_read_does_not_count(
     assert not harness.results.take()
 
 
-def test_an_answered_heartbeat_spares_the_wait_for_the_answer(
-    harness: Harness, extended: HandshakeServer
-) -> None:
+def tracked(harness: Harness, extended: HandshakeServer) -> tuple[RemoteSource, wire.Renew]:
+    """A request that waits for its READ, and its first heartbeat."""
     origin = source(port=extended.port)
     harness.apply(StepMetadata((TrackOrder("d-1", origin.address, "p-1"),)))
     harness.step_until(lambda: len(harness.agent.sent) == 2)
     _, renew = harness.sent()
     assert isinstance(renew, wire.Renew)
+    return origin, renew
+
+
+def test_an_answered_heartbeat_spares_the_wait_for_the_answer(
+    harness: Harness, extended: HandshakeServer
+) -> None:
+    origin, renew = tracked(harness, extended)
     assert renew.request_ids == ("p-1",)
     harness.hears(wire.Renewed(renew.sequence, 20.0))
     harness.reading(origin).state = TransferState.DONE
@@ -563,11 +540,7 @@ def test_a_read_that_is_over_when_posted_is_judged_by_the_time_after_it(
     harness: Harness, extended: HandshakeServer
 ) -> None:
     """Posting copies, for seconds: the lease that was valid before may have ended meanwhile."""
-    origin = source(port=extended.port)
-    harness.apply(StepMetadata((TrackOrder("d-1", origin.address, "p-1"),)))
-    harness.step_until(lambda: len(harness.agent.sent) == 2)
-    _, renew = harness.sent()
-    assert isinstance(renew, wire.Renew)
+    origin, renew = tracked(harness, extended)
     harness.hears(wire.Renewed(renew.sequence, 20.0))
     harness.agent.starts_as = TransferState.DONE
     harness.apply(StepMetadata((pull(origin),)))
@@ -582,9 +555,7 @@ def test_a_read_that_is_over_when_posted_is_judged_by_the_time_after_it(
 
 
 def test_a_lease_known_to_be_gone_is_not_read(harness: Harness, extended: HandshakeServer) -> None:
-    origin = source(port=extended.port)
-    harness.apply(StepMetadata((TrackOrder("d-1", origin.address, "p-1"),)))
-    harness.step_until(lambda: len(harness.agent.sent) == 2)
+    origin, _ = tracked(harness, extended)
     harness.hears(wire.Gone(("p-1",)))
     harness.apply(StepMetadata((pull(origin),)))
     harness.step()
