@@ -1,14 +1,16 @@
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
 from tests.integration.processes import Server
-from tests.vllm import mended_pipeline
-from tests.vllm.plugins import found_in, write_plugin
+from tests.vllm.releases import BUILD, python_of
 from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 
 
@@ -54,7 +56,50 @@ def decoder(trio: list[Server]) -> Server:
     return trio[2]
 
 
-@pytest.fixture(scope="session")
-def stages_mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of an engine of several pipeline stages."""
-    return found_in(write_plugin(tmp_path_factory.mktemp("stages"), mended_pipeline))
+# A module describes servers of its own in PAIR, PUSHING or SERVERS, and tests ask for them by the
+# name in small letters. A list of descriptions, or of pytest.param, has tests run for each.
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for name in ("pair", "pushing", "servers"):
+        described = getattr(metafunc.module, name.upper(), None)
+        if name in metafunc.fixturenames and isinstance(described, list):
+            metafunc.parametrize(name, described, indirect=True, scope="module")
+
+
+def _described(fleet: Fleet, request: pytest.FixtureRequest) -> AbstractContextManager[Any]:
+    constant = str(request.fixturename).upper()
+    release = getattr(request.module, "RELEASE", BUILD)
+    kinds = getattr(request, "param", None) or getattr(request.module, constant)
+    return replace(fleet, python=python_of(fleet, release)).described(kinds)
+
+
+@pytest.fixture(scope="module")
+def pair(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+    """A prefill and a decode engine: the module's own, or those of all modules."""
+    if not hasattr(request.module, "PAIR"):
+        yield request.getfixturevalue("trio")[1:]
+        return
+    with _described(fleet, request) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def pushing(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
+    with _described(fleet, request) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def servers(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """In a list or by name, as they are described."""
+    with _described(fleet, request) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def router(fleet: Fleet, pair: list[Server]) -> Iterator[Server]:
+    """Turns take both legs here, whatever it finds out about its decoder."""
+    prefiller, decoder = pair
+    with fleet.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
+        yield server

@@ -16,8 +16,7 @@ def write_plugin(directory: Path, module: ModuleType) -> Path:
     return directory
 
 
-def found_in(directory: Path) -> dict[str, str]:
-    """The environment of a server that looks into this directory before all others."""
-    return {
-        "PYTHONPATH": os.pathsep.join([str(directory), os.environ.get("PYTHONPATH", os.getcwd())])
-    }
+def found_in(*directories: Path) -> dict[str, str]:
+    """The environment of a server that looks into these directories before all others."""
+    usual = os.environ.get("PYTHONPATH", os.getcwd())
+    return {"PYTHONPATH": os.pathsep.join([*map(str, directories), usual])}

@@ -4,13 +4,15 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tests.integration.fork_server import ForkServer
-from tests.integration.processes import BOTH_WAYS, Server, serving
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, serving
+from tests.vllm.plugins import found_in, write_plugin
 
 OURS: dict[str, Any] = {
     "kv_connector": "DisaggConnector",
@@ -70,15 +72,39 @@ def fork_server_of(python: Path) -> ForkServer:
     return ForkServer(python, PRELOADED, ENVIRONMENT)
 
 
+Writer = Callable[[Path], Path]
+"""Writes a model into a folder."""
+
+
 @dataclass(frozen=True)
 class Kind:
-    """How a server is started. `model` None: the fleet's."""
+    """How a server is started. `model`: its folder, or what writes it, once for all servers; None:
+    the fleet's. `plugins`: modules for plugins.write_plugin."""
 
     name: str
     transfer: Mapping[str, Any] | None = None
     options: tuple[str, ...] = ()
-    model: Path | None = None
+    model: Path | Writer | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    plugins: tuple[ModuleType, ...] = ()
+
+
+Kinds = tuple[Kind, ...] | dict[str, Kind]
+Described = Kinds | Callable[[Path], Kinds]
+"""Servers in a list or by name, or a function of a folder for what they need."""
+
+
+def chunking_pair(
+    name: str,
+    transfer: Mapping[str, Any],
+    model: Path | Writer,
+    *options: str,
+) -> tuple[Kind, Kind]:
+    """A prefill engine, which computes a prompt in chunks, and a decode engine: neither has a
+    prefix cache."""
+    plain = (*SCHEDULER, UNCACHED, *options)
+    first = Kind(f"{name}-p", transfer, (*plain, *CHUNKS), model)
+    return first, Kind(f"{name}-d", transfer, plain, model)
 
 
 @dataclass(frozen=True)
@@ -98,6 +124,7 @@ class Fleet:
         """At once: one that starts leaves most of a second core idle. The port after the side
         channel is that of a second data-parallel rank."""
         ports = self.free_ports(3 * len(kinds))
+        kinds = tuple(self._written(kind) for kind in kinds)
         fork_server_of(self.python)  # Threads that ask at once for one that is new start one each.
         with ExitStack() as stack, ThreadPoolExecutor(len(kinds)) as pool:
             starting = [
@@ -112,15 +139,35 @@ class Fleet:
                     server.process.terminate()
 
     @contextmanager
-    def pair(
-        self, name: str, transfer: Mapping[str, Any], model: Path, *options: str
-    ) -> Iterator[list[Server]]:
-        """A prefill engine, which computes a prompt in chunks, and a decode engine: neither has a
-        prefix cache."""
-        plain = (*SCHEDULER, UNCACHED, *options)
-        first = Kind(f"{name}-p", transfer, (*plain, *CHUNKS), model)
-        with self.servers(first, Kind(f"{name}-d", transfer, plain, model)) as servers:
-            yield servers
+    def described(self, kinds: Described) -> Iterator[Any]:
+        if callable(kinds):
+            folder = self.logs / kinds.__name__
+            folder.mkdir()
+            kinds = kinds(folder)
+        if isinstance(kinds, tuple):
+            with self.servers(*kinds) as servers:
+                yield servers
+        else:
+            with self.servers(*kinds.values()) as servers:
+                yield dict(zip(kinds, servers, strict=True))
+
+    def router(
+        self, prefillers: list[Server], decoders: list[Server], *options: str
+    ) -> AbstractContextManager[Server]:
+        launcher = Launcher(self.logs, self.model, self.free_ports)
+        return launcher.router(prefillers, decoders, *options)
+
+    def _written(self, kind: Kind) -> Kind:
+        """The kind with its model and its plugins in folders."""
+        model, folders = kind.model, []
+        if model is not None and not isinstance(model, Path):
+            folder = self.logs / model.__name__
+            model = folder if folder.exists() else model(folder)
+        for plugin in kind.plugins:
+            folder = self.logs / plugin.__name__
+            folders.append(folder if folder.exists() else write_plugin(folder, plugin))
+        environment = {**(found_in(*folders) if folders else {}), **kind.environment}
+        return replace(kind, model=model, environment=environment, plugins=())
 
     @contextmanager
     def _start(self, kind: Kind, port: int, side_channel: int) -> Iterator[Server]:

@@ -1,32 +1,31 @@
 """LoRA adapters: their keys and values move, and are taken for no other model's."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.integration.talk import turns
 from tests.vllm.adapters import write_adapter
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind, Kinds
 
 ADAPTERS = ("first", "second")
 MODELS = ("tiny", *ADAPTERS)
 LENGTHS = (31, 32, 33, 300, 700)
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    folder = tmp_path_factory.mktemp("adapters")
+def with_adapters(folder: Path) -> Kinds:
     named = [f"{name}={write_adapter(folder / name, at)}" for at, name in enumerate(ADAPTERS)]
     lora = ("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules", *named)
     options = (*SCHEDULER, *lora)
-    kinds = (Kind("lora-p", OURS, (*options, UNCACHED)), Kind("lora-d", OURS, options))
-    with fleet.servers(*kinds) as servers:
-        yield servers
+    return Kind("lora-p", OURS, (*options, UNCACHED)), Kind("lora-d", OURS, options)
+
+
+PAIR = with_adapters
 
 
 def split(pair: list[Server], prompt: Prompt, at: str, then: str) -> Answer:
@@ -75,9 +74,8 @@ def test_a_conversation_that_changes_its_adapter(fleet: Fleet, pair: list[Server
     """Through the router, whose conversations are each model's own; and both adapters at once: a
     request of the model itself in their batch is answered wrongly by one vLLM alone, on CPUs."""
     prefiller, decoder = pair
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     prompt = tokens_of(200, 9600)
-    with launcher.router([prefiller], [decoder]) as router:
+    with fleet.router([prefiller], [decoder]) as router:
         with nothing_left(*pair), ThreadPoolExecutor(len(ADAPTERS)) as pool:
             got = list(pool.map(lambda model: complete(router, prompt, model=model), ADAPTERS))
         right = [complete(prefiller, prompt, model=model) for model in ADAPTERS]

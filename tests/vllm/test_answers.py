@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.legs import coordinates_in, decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Server, metric, wait_for
 from tests.integration.stranger import handshake
 from tests.vllm.measures import (
     COMPUTED,
@@ -27,9 +27,8 @@ from tests.vllm.servers import Fleet
 def test_twenty_prompts_through_the_router_are_those_of_one_vllm_alone(
     fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     before = metric(decoder, FETCHED)
-    with launcher.router([prefiller], [decoder]) as router, ThreadPoolExecutor(4) as pool:
+    with fleet.router([prefiller], [decoder]) as router, ThreadPoolExecutor(4) as pool:
         right = [complete(alone, prompt) for prompt in prompts()]
         got = list(pool.map(lambda prompt: complete(router, prompt), prompts()))
     assert differences(right, got) == []

@@ -1,7 +1,6 @@
 """Engines that schedule ahead of the model, as vLLM does on GPUs, with `DisaggAsyncScheduler`; the
 prefill engine has two data-parallel ranks."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,24 +12,18 @@ from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm import forced_async
 from tests.vllm.measures import FETCHED, nothing_left, prompts
-from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.resumed_answers import ask, begin, body_of, differ, hand_over, pairs, taken_over
-from tests.vllm.servers import OURS, Fleet, Kind
+from tests.vllm.servers import OURS, Kind
 
 ASYNC = ("--scheduler-cls", "engine_ext.vllm.scheduler.DisaggAsyncScheduler", "--async-scheduling")
 RANKS = (0, 1)
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), forced_async)
-    environment = {**found_in(plugin), "VLLM_LOGGING_LEVEL": "DEBUG"}
-    kinds = (
-        Kind("async-p", OURS, (*ASYNC, "--data-parallel-size", "2"), environment=environment),
-        Kind("async-d", OURS, ASYNC, environment=environment),
-    )
-    with fleet.servers(*kinds) as servers:
-        yield servers
+AHEAD: dict[str, Any] = {"environment": {"VLLM_LOGGING_LEVEL": "DEBUG"}, "plugins": (forced_async,)}
+PAIR = (
+    Kind("async-p", OURS, (*ASYNC, "--data-parallel-size", "2"), **AHEAD),
+    Kind("async-d", OURS, ASYNC, **AHEAD),
+)
 
 
 def prefill_at(server: Server, rank: int, prompt: Prompt, previous: Any = None) -> Any:

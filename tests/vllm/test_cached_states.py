@@ -4,19 +4,17 @@ states of earlier tokens, and holes.
 `plain` caches nothing. What it answers by itself is right, and it is a decode engine, too.
 """
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.vllm import mended_states
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, UNCACHED, WAITS_BRIEFLY, Fleet, Kind
 from tests.vllm.state_model import write_state_model
 from tests.vllm.test_push import both_legs
@@ -28,23 +26,16 @@ BLOCK = 32
 RECOMPUTING = {**OURS, "kv_load_failure_policy": "recompute"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_state_model(tmp_path_factory.mktemp("state"))
-
-
-@pytest.fixture(scope="module")
-def mended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return found_in(write_plugin(tmp_path_factory.mktemp("plugin"), mended_states))
-
-
-@pytest.fixture(scope="module")
-def servers(fleet: Fleet, model: Path, mended: dict[str, str]) -> Iterator[list[Server]]:
-    first = Kind("cached-p", OURS, (*SCHEDULER, CACHED, *CHUNKS), model, mended)
-    second = Kind("cached-d", RECOMPUTING, (*SCHEDULER, CACHED), model, mended)
-    plain = Kind("plain-d", OURS, (*SCHEDULER, UNCACHED, *CHUNKS), model)
-    with fleet.servers(first, second, plain) as started:
-        yield started
+MENDED: dict[str, Any] = {"model": write_state_model, "plugins": (mended_states,)}
+SERVERS = (
+    Kind("cached-p", OURS, (*SCHEDULER, CACHED, *CHUNKS), **MENDED),
+    Kind("cached-d", RECOMPUTING, (*SCHEDULER, CACHED), **MENDED),
+    Kind("plain-d", OURS, (*SCHEDULER, UNCACHED, *CHUNKS), write_state_model),
+)
+PUSHING = (
+    Kind("cached-push-p", PUSH, (*SCHEDULER, CACHED, *CHUNKS), **MENDED),
+    Kind("cached-push-d", WAITS_BRIEFLY, (*SCHEDULER, CACHED), **MENDED),
+)
 
 
 @pytest.mark.parametrize("of", ["cached", "plain"])
@@ -132,16 +123,13 @@ def test_keys_without_a_state_are_no_hit(servers: list[Server]) -> None:
     assert asked(body | threshold) == "length"
 
 
-def test_routed_answers_are_those_of_one_engine_alone(
-    fleet: Fleet, model: Path, servers: list[Server]
-) -> None:
+def test_routed_answers_are_those_of_one_engine_alone(fleet: Fleet, servers: list[Server]) -> None:
     """Several at once, half of which begin alike, and a conversation."""
     prefiller, decoder, plain = servers
-    launcher = Launcher(fleet.logs, model, fleet.free_ports)
     common = tokens_of(400, 9830)
     asked = [[*common[: 80 * n], *tokens_of(100 + n, 9831 + n)] for n in range(8)]
     right = [complete(plain, prompt) for prompt in asked]
-    with launcher.router([prefiller], [decoder]) as router, nothing_left(prefiller, decoder):
+    with fleet.router([prefiller], [decoder]) as router, nothing_left(prefiller, decoder):
         with ThreadPoolExecutor(4) as pool:
             assert differences(right, list(pool.map(partial(complete, router), asked))) == []
         prompt = common
@@ -149,16 +137,6 @@ def test_routed_answers_are_those_of_one_engine_alone(
             answer = complete(router, prompt, conversation_id="cached states")
             assert differences([complete(plain, prompt)], [answer]) == []
             prompt = [*prompt, *answer.tokens, *tokens_of(20, 9840 + number)]
-
-
-@pytest.fixture(scope="module")
-def pushing(fleet: Fleet, model: Path, mended: dict[str, str]) -> Iterator[list[Server]]:
-    cached = (*SCHEDULER, CACHED)
-    first = Kind("cached-push-p", PUSH, (*cached, *CHUNKS), model, mended)
-    with fleet.servers(
-        first, Kind("cached-push-d", WAITS_BRIEFLY, cached, model, mended)
-    ) as started:
-        yield started
 
 
 def test_pushed_prompts_are_those_of_one_engine_alone(

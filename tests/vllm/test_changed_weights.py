@@ -8,7 +8,7 @@ everything itself.
 
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
@@ -22,7 +22,7 @@ from tests.integration.oracle import Answer, Prompt, complete, differences, toke
 from tests.integration.processes import Server, metric, wait_for
 from tests.vllm.adapters import write_adapter
 from tests.vllm.measures import FETCHED, counted, freed
-from tests.vllm.servers import OURS, PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, PUSH, SCHEDULER, Kind
 from tests.vllm.test_push import where
 
 OPTIONS = (*SCHEDULER, "--enable-lora", "--max-loras", "4", "--max-lora-rank", "8")
@@ -31,12 +31,9 @@ OLD, NEW = 0, 1
 """Seeds of an adapter's files."""
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet) -> Iterator[list[Server]]:
-    """Both cache prefixes: vLLM's own cache must not answer with the old weights either."""
-    kinds = [Kind(f"reload-{role}", OURS, OPTIONS, environment=RUNTIME) for role in "pd"]
-    with fleet.servers(*kinds) as servers:
-        yield servers
+# Both cache prefixes: vLLM's own cache must not answer with the old weights either.
+PAIR = tuple(Kind(f"reload-{role}", OURS, OPTIONS, environment=RUNTIME) for role in "pd")
+PUSHING = tuple(Kind(f"reload-push-{role}", PUSH, OPTIONS, environment=RUNTIME) for role in "pd")
 
 
 class Adapter:
@@ -236,13 +233,6 @@ def test_a_decoder_reads_nothing_that_was_computed_with_other_weights(
         if changed is decoder:
             assert differences([right], [decode(decoder, prompt, leased).answer]) == []
         reload_model(unchanged, other)
-
-
-@pytest.fixture(scope="module")
-def pushing(fleet: Fleet) -> Iterator[list[Server]]:
-    kinds = [Kind(f"reload-push-{role}", PUSH, OPTIONS, environment=RUNTIME) for role in "pd"]
-    with fleet.servers(*kinds) as servers:
-        yield servers
 
 
 def pushed(servers: list[Server], prompt: Prompt, model: str) -> Answer:

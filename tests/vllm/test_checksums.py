@@ -1,7 +1,6 @@
 """`kv_checksum` inside vLLM: what each kind of layer keeps is the same bytes on both sides, turns
 included, so that every load is verified."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS
 from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import counted, nothing_left
-from tests.vllm.servers import OURS, Fleet
+from tests.vllm.servers import OURS, Fleet, Writer, chunking_pair
 from tests.vllm.state_model import write_state_model
 
 CHECKED: dict[str, Any] = {
@@ -22,8 +21,8 @@ CHECKED: dict[str, Any] = {
 LENGTHS = (2, 31, 33, 200, 700, 1500)
 
 
-def each_load_is_verified(fleet: Fleet, name: str, model: Path, turns: int) -> None:
-    with fleet.pair(f"checked-{name}", CHECKED, model) as (prefiller, decoder):
+def each_load_is_verified(fleet: Fleet, name: str, model: Path | Writer, turns: int) -> None:
+    with fleet.servers(*chunking_pair(f"checked-{name}", CHECKED, model)) as (prefiller, decoder):
         with nothing_left(prefiller, decoder):
             for length in LENGTHS:
                 prompt = tokens_of(length, 700 + length)
@@ -53,7 +52,7 @@ def test_every_load_and_turn_is_verified(fleet: Fleet) -> None:
     [("window", write_hybrid_model, 1), ("state", write_state_model, 0)],
 )
 def test_windows_and_states_are_verified(
-    fleet: Fleet, tmp_path: Path, name: str, write: Callable[[Path], Path], turns: int
+    fleet: Fleet, name: str, write: Writer, turns: int
 ) -> None:
     """A state is of no turn."""
-    each_load_is_verified(fleet, name, write(tmp_path), turns)
+    each_load_is_verified(fleet, name, write, turns)

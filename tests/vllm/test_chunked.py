@@ -1,9 +1,6 @@
 """Chunked local attention (Llama 4). vLLM gives such layers' blocks up chunk by chunk; without its
 hybrid KV-cache manager each layer keeps all of them, and all are moved."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.integration.legs import decode, prefill, take_turn
@@ -11,23 +8,19 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.chunked_model import CHUNK, write_chunked_model
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import OURS, Fleet
+from tests.vllm.servers import OURS, chunking_pair
 
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 129, 500, 1500)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chunked_model(tmp_path_factory.mktemp("chunked"))
-
-
-@pytest.fixture(
-    scope="module", params=["by-chunk", pytest.param("kept", marks=pytest.mark.nightly)]
-)
-def pair(fleet: Fleet, model: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
-    keeps = ("--disable-hybrid-kv-cache-manager",) if request.param == "kept" else ()
-    with fleet.pair(request.param, OURS, model, *keeps) as servers:
-        yield servers
+PAIR = [
+    pytest.param(chunking_pair("by-chunk", OURS, write_chunked_model), id="by-chunk"),
+    pytest.param(
+        chunking_pair("kept", OURS, write_chunked_model, "--disable-hybrid-kv-cache-manager"),
+        id="kept",
+        marks=pytest.mark.nightly,
+    ),
+]
 
 
 def gives_up(server: Server) -> bool:

@@ -3,7 +3,6 @@ nobody, and each is computed where it is decoded. Here they are a prompt's token
 
 import base64
 import io
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,18 +10,14 @@ from safetensors.torch import load_file
 
 from tests.integration.legs import Turn, decode_body, prefill, prefill_body
 from tests.integration.oracle import Answer, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
 
 EMBEDDED = (*SCHEDULER, UNCACHED, "--enable-prompt-embeds")
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet) -> Iterator[list[Server]]:
-    kinds = Kind("embeds-p", OURS, EMBEDDED), Kind("embeds-d", OURS, EMBEDDED)
-    with fleet.servers(*kinds) as servers:
-        yield servers
+PAIR = (Kind("embeds-p", OURS, EMBEDDED), Kind("embeds-d", OURS, EMBEDDED))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +67,8 @@ def test_the_router_has_one_engine_do_it(
     fleet: Fleet, pair: list[Server], table: torch.Tensor
 ) -> None:
     prefiller, decoder = pair
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     prompt = tokens_of(300, 9902)
-    with launcher.router([prefiller], [decoder]) as router, nothing_left(prefiller):
+    with fleet.router([prefiller], [decoder]) as router, nothing_left(prefiller):
         before = metric(prefiller, COMPUTED)
         fetched, computed = metric(decoder, FETCHED), metric(decoder, COMPUTED)
         turn = asked(router, table, prompt, None)

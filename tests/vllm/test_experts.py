@@ -3,9 +3,7 @@ of one engine and the data-parallel ranks of another. On a CPU vLLM 0.32 needs h
 tests/vllm/mended_experts.py. The engine that answers alone has neither expert parallel nor help."""
 
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,7 @@ from tests.integration.processes import Server, metric
 from tests.vllm import mended_experts
 from tests.vllm.experts_model import EXPERTS, write_experts_model
 from tests.vllm.measures import FETCHED, nothing_left
-from tests.vllm.plugins import found_in, write_plugin
-from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Kind
 
 LENGTHS = (1, 32, 33, 100, 257, 700, 1500)
 TENSOR = (*SCHEDULER, UNCACHED, "--enable-expert-parallel", "--tensor-parallel-size", "2")
@@ -29,23 +26,11 @@ Servers = dict[str, Server]
 pytestmark = pytest.mark.nightly
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_experts_model(tmp_path_factory.mktemp("experts"))
-
-
-@pytest.fixture(scope="module")
-def servers(
-    fleet: Fleet, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Servers]:
-    mended = found_in(write_plugin(tmp_path_factory.mktemp("plugin"), mended_experts))
-    kinds = {
-        "alone": Kind("experts-alone", None, (), model),
-        "tensor": Kind("experts-tensor", OURS, TENSOR, model, mended),
-        "data": Kind("experts-data", OURS, DATA, model, mended),
-    }
-    with fleet.servers(*kinds.values()) as started:
-        yield dict(zip(kinds, started, strict=True))
+SERVERS = {
+    "alone": Kind("experts-alone", None, (), write_experts_model),
+    "tensor": Kind("experts-tensor", OURS, TENSOR, write_experts_model, plugins=(mended_experts,)),
+    "data": Kind("experts-data", OURS, DATA, write_experts_model, plugins=(mended_experts,)),
+}
 
 
 def asked(server: Server, rank: int, body: dict[str, Any]) -> dict[str, Any]:

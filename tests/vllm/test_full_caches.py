@@ -1,7 +1,6 @@
 """Push mode inside vLLM where neither engine has room for all that it is asked for."""
 
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
@@ -10,31 +9,27 @@ from tests.integration.legs import Turn, decode, prefill
 from tests.integration.oracle import complete, differences, text_of
 from tests.integration.processes import Server, wait_for
 from tests.vllm.measures import counted, nothing_left
-from tests.vllm.servers import PUSH, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import PUSH, SCHEDULER, UNCACHED, Kind
 from tests.vllm.test_push import where
 
 SMALL = ("--num-gpu-blocks-override", "48", "--max-model-len", "1500", UNCACHED)
 """Room for one prompt of 900 tokens, and not for another one beside."""
 
 
-@pytest.fixture(scope="module")
-def engines(fleet: Fleet) -> Iterator[list[Server]]:
-    """A prefill engine and two decode engines; the last one has vLLM's own scheduler class, which
-    takes back no request whose load has failed."""
-    kinds = (
-        Kind("full-p", PUSH, (*SCHEDULER, *SMALL)),
-        Kind("full-d", PUSH, (*SCHEDULER, *SMALL)),
-        Kind("full-stock-scheduler", PUSH, SMALL),
-    )
-    with fleet.servers(*kinds) as servers:
-        yield servers
+# A prefill engine and two decode engines; the last one has vLLM's own scheduler class, which takes
+# back no request whose load has failed.
+SERVERS = (
+    Kind("full-p", PUSH, (*SCHEDULER, *SMALL)),
+    Kind("full-d", PUSH, (*SCHEDULER, *SMALL)),
+    Kind("full-stock-scheduler", PUSH, SMALL),
+)
 
 
 @pytest.mark.parametrize("gives_back", [True, False])
 def test_two_prompts_in_opposite_order_are_both_answered_where_one_fits(
-    engines: list[Server], alone: Server, gives_back: bool
+    servers: list[Server], alone: Server, gives_back: bool
 ) -> None:
-    prefiller, decoder = engines[0], engines[1 if gives_back else 2]
+    prefiller, decoder = servers[0], servers[1 if gives_back else 2]
     prompts = [text_of(900, 7300 + 10 * gives_back + number) for number in range(2)]
     right = [complete(alone, prompt) for prompt in prompts]
     first, second = (str(uuid.uuid4()) for _ in prompts)

@@ -54,42 +54,37 @@ class Faulty:
 
 
 @pytest.fixture(scope="module")
-def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Faulty]]:
+def faulty(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Faulty]]:
     """P with vLLM's own scheduler class, D with ours."""
-    directory = tmp_path_factory.mktemp("faults")
-    switches = {side: directory / side for side in ("prefill", "decode")}
+    folder = tmp_path_factory.mktemp("faults")
+    options = {"prefill": (), "decode": SCHEDULER}
     kinds = [
-        Kind(
-            f"faulty-{side}",
-            FAULTY,
-            SCHEDULER if side == "decode" else (),
-            environment={"DISAGG_FAULT": str(switch)},
-        )
-        for side, switch in switches.items()
+        Kind(f"faulty-{side}", FAULTY, own, environment={"DISAGG_FAULT": str(folder / side)})
+        for side, own in options.items()
     ]
     with fleet.servers(*kinds) as servers:
         yield {
-            side: Faulty(server, switch)
-            for (side, switch), server in zip(switches.items(), servers, strict=True)
+            side: Faulty(server, folder / side)
+            for side, server in zip(options, servers, strict=True)
         }
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_fault_in_a_hook_costs_one_request_at_most(
-    pair: dict[str, Faulty], alone: Server, side: str
+    faulty: dict[str, Faulty], alone: Server, side: str
 ) -> None:
-    first, second = pair["prefill"].server, pair["decode"].server
+    first, second = faulty["prefill"].server, faulty["decode"].server
     planted = [fault for fault in faults() if fault.hook not in IDLE | PAUSING]
     assert len(planted) > 10
     with nothing_left(first, second, seconds=10 * LEASE_SECONDS):
         for number, fault in enumerate(planted):
             prompt = tokens_of(100, 9000 + 100 * (side == "decode") + number)
             right = complete(alone, prompt)
-            pair[side].plant(fault)
+            faulty[side].plant(fault)
             given = first.post("/v1/completions", prefill_body(prompt)).json()
             params = given["kv_transfer_params"] or {}
             answer = second.post("/v1/completions", decode_body(prompt, params))
-            assert pair[side].has_fired, fault
+            assert faulty[side].has_fired, fault
             if answer.status_code != 200:
                 assert (side, fault.ends_load) == ("decode", True), f"{fault}: {answer.text}"
             else:

@@ -5,8 +5,8 @@ import base64
 import struct
 import uuid
 import zlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,9 @@ import pytest
 
 from tests.integration.legs import PREFILL
 from tests.integration.oracle import Answer, differences
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.vllm.image_model import IMAGE_TOKENS, SIZE, write_image_model
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.mended_images import write_mended_images
 from tests.vllm.plugins import found_in
 from tests.vllm.servers import OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.test_push import where
@@ -28,23 +27,17 @@ Message = dict[str, Any]
 BEFORE = "Look at this, and then say what it is: "
 
 
-@pytest.fixture(scope="module")
-def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    mended = write_mended_images(tmp_path_factory.mktemp("mended"))
-    model = write_image_model(tmp_path_factory.mktemp("images"))
-    return {"model": model, "environment": found_in(mended)}
-
-
-@pytest.fixture(scope="module")
-def servers(fleet: Fleet, kinds: dict[str, Any]) -> Iterator[list[Server]]:
-    """P, D, and one that has no connector and no cache."""
-    started = (
-        Kind("images-p", OURS, SCHEDULER, **kinds),
-        Kind("images-d", OURS, SCHEDULER, **kinds),
-        Kind("images-alone", None, (UNCACHED,), **kinds),
-    )
-    with fleet.servers(*started) as running:
-        yield running
+IMAGES: dict[str, Any] = {
+    "model": write_image_model,
+    "environment": found_in(Path(__file__).parent / "mended_images"),
+}
+# P, D, and one that has no connector and no cache.
+SERVERS = (
+    Kind("images-p", OURS, SCHEDULER, **IMAGES),
+    Kind("images-d", OURS, SCHEDULER, **IMAGES),
+    Kind("images-alone", None, (UNCACHED,), **IMAGES),
+)
+PUSHING = tuple(Kind(f"images-push-{side}", PUSH, SCHEDULER, **IMAGES) for side in "pd")
 
 
 def asked(image: int, text: str = "what is it, and why? " * 6, **more: Any) -> list[Message]:
@@ -146,11 +139,10 @@ def test_an_image_by_a_name_of_the_clients_is_not_moved(servers: list[Server]) -
 
 
 def test_a_routed_conversation_is_that_of_one_engine_alone(
-    fleet: Fleet, kinds: dict[str, Any], servers: list[Server]
+    fleet: Fleet, servers: list[Server]
 ) -> None:
     """Two, at once, about two images, each of two turns."""
     prefiller, decoder, alone = servers
-    launcher = Launcher(fleet.logs, kinds["model"], fleet.free_ports)
 
     def talk(image: int, router: Server) -> bool:
         messages, are_right = asked(image), True
@@ -164,17 +156,10 @@ def test_a_routed_conversation_is_that_of_one_engine_alone(
         return are_right
 
     with (
-        launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
+        fleet.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
         ThreadPoolExecutor(2) as pool,
     ):
         assert list(pool.map(talk, (9, 10), [router] * 2)) == [True, True]
-
-
-@pytest.fixture(scope="module")
-def pushing(fleet: Fleet, kinds: dict[str, Any]) -> Iterator[list[Server]]:
-    started = [Kind(f"images-push-{side}", PUSH, SCHEDULER, **kinds) for side in "pd"]
-    with fleet.servers(*started) as running:
-        yield running
 
 
 def test_pushed_prompts_are_those_of_one_engine_alone(

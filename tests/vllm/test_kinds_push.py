@@ -1,8 +1,5 @@
 """Push with other attention than most models have: latent; windows, or chunks, beside full."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 
 from tests.integration.legs import prefill_body
@@ -12,7 +9,7 @@ from tests.vllm.chunked_model import write_chunked_model
 from tests.vllm.hybrid_model import write_hybrid_model
 from tests.vllm.measures import COMPUTED, counted, freed
 from tests.vllm.mla_model import BACKEND, write_mla_model
-from tests.vllm.servers import PUSH, Fleet
+from tests.vllm.servers import PUSH, Fleet, Writer, chunking_pair
 from tests.vllm.test_push import both_legs, registered
 
 LENGTHS = (1, 33, 64, 96, 129, 500, 1500)
@@ -33,15 +30,14 @@ ENDING = (95, 127, 159, 255)
 )
 def test_pushed_prompts_and_a_turn_are_those_of_one_engine_alone(
     fleet: Fleet,
-    tmp_path: Path,
     name: str,
-    write: Callable[[Path], Path],
+    write: Writer,
     lengths: tuple[int, ...],
     is_early: bool,
     options: tuple[str, ...],
 ) -> None:
-    model = write(tmp_path)
-    with fleet.pair(f"{name}-push", PUSH, model, *options) as (prefiller, decoder):
+    kinds = chunking_pair(f"{name}-push", PUSH, write, *options)
+    with fleet.servers(*kinds) as (prefiller, decoder):
         for length in lengths:
             prompt = tokens_of(length, 7600 + length)
             right = complete(prefiller, prompt)

@@ -5,7 +5,6 @@ One has our scheduler class. The other has vLLM's own and no plugin: the connect
 
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +13,7 @@ from tests.integration.legs import decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import BOTH_WAYS, Server
 from tests.vllm.measures import nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, Kind
 
 LEASE_SECONDS = SHUTDOWN_SECONDS = 200
 PROMPTLY = 90
@@ -26,25 +25,21 @@ LEASING = {
 OPTIONS = ("--shutdown-timeout", str(SHUTDOWN_SECONDS))
 WITHOUT_PLUGIN = {"VLLM_PLUGINS": ""}
 DEVELOPER = {"VLLM_SERVER_DEV_MODE": "1"}
-NAMES = ("ours", "stock-class")
-
-
-@pytest.fixture(scope="module")
-def leaving(fleet: Fleet) -> Iterator[dict[str, Server]]:
-    kinds = (
-        Kind("ours", LEASING, (*SCHEDULER, *OPTIONS), environment=DEVELOPER),
-        Kind("stock-class", LEASING, OPTIONS, environment={**DEVELOPER, **WITHOUT_PLUGIN}),
-    )
-    with fleet.servers(*kinds) as servers:
-        yield dict(zip(NAMES, servers, strict=True))
+SERVERS = {
+    "ours": Kind("ours", LEASING, (*SCHEDULER, *OPTIONS), environment=DEVELOPER),
+    "stock-class": Kind(
+        "stock-class", LEASING, OPTIONS, environment={**DEVELOPER, **WITHOUT_PLUGIN}
+    ),
+}
+NAMES = tuple(SERVERS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_are_those_of_one_vllm_alone(
-    leaving: dict[str, Server], decoder: Server, alone: Server, name: str
+    servers: dict[str, Server], decoder: Server, alone: Server, name: str
 ) -> None:
     """Both ways: without the plugin, too, the connector is a whole one."""
-    server = leaving[name]
+    server = servers[name]
     with nothing_left(server, decoder):
         for first, second in ((server, decoder), (decoder, server)):
             for length in (1, 33, 300):
@@ -56,10 +51,10 @@ def test_prompts_are_those_of_one_vllm_alone(
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("what", ["/pause", "/sleep?level=1"])
 def test_a_pause_waits_for_who_reads_and_for_no_turn(
-    leaving: dict[str, Server], decoder: Server, alone: Server, name: str, what: str
+    servers: dict[str, Server], decoder: Server, alone: Server, name: str, what: str
 ) -> None:
     """/sleep on a CPU is the same but for the memory, which stays."""
-    server = leaving[name]
+    server = servers[name]
     seed = 7100 + 10 * NAMES.index(name) + len(what)
     other = tokens_of(200, seed + 1)
     take_turn(decoder, server, other)
@@ -79,9 +74,9 @@ def test_a_pause_waits_for_who_reads_and_for_no_turn(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_row_g_a_leaving_engine_stays_until_its_lease_is_read_and_leaves_then(
-    leaving: dict[str, Server], decoder: Server, alone: Server, name: str
+    servers: dict[str, Server], decoder: Server, alone: Server, name: str
 ) -> None:
-    server = leaving[name]
+    server = servers[name]
     take_turn(decoder, server, tokens_of(200, 7200 + NAMES.index(name)))
     prompt = tokens_of(300, 7300 + NAMES.index(name))
     params = prefill(server, prompt)

@@ -2,7 +2,6 @@
 
 import json
 import socket
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ from tests.integration.legs import prefill
 from tests.integration.oracle import complete, tokens_of
 from tests.integration.processes import Server, post_and_leave, wait_for
 from tests.vllm.measures import counted
-from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Kind
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "Which engine has my keys and values? " * 8}]
@@ -21,15 +20,10 @@ GONE = {"remote_engine_id": "gone", "remote_host": "127.0.0.1", "remote_port": 1
 UNPROVEN = {"prefix_proof": None, "retain": False}
 
 
-@pytest.fixture(scope="module")
-def servers(fleet: Fleet) -> Iterator[dict[str, Server]]:
-    """By policy."""
-    kinds = [
-        Kind(policy, {**OURS, "kv_load_failure_policy": policy}, (*SCHEDULER, UNCACHED))
-        for policy in ("fail", "recompute")
-    ]
-    with fleet.servers(*kinds) as started:
-        yield dict(zip(("fail", "recompute"), started, strict=True))
+SERVERS = {
+    policy: Kind(policy, {**OURS, "kv_load_failure_policy": policy}, (*SCHEDULER, UNCACHED))
+    for policy in ("fail", "recompute")
+}
 
 
 def asked(server: Server, path: str, **fields: Any) -> Any:

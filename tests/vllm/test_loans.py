@@ -17,7 +17,6 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for, wait_until_stopped
 from tests.vllm import forced_async, forged_loans
 from tests.vllm.measures import COMPUTED, FETCHED, counted, freed, nothing_left
-from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
 from tests.vllm.test_async import ASYNC
 
@@ -45,17 +44,20 @@ class Engines(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engines(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    plugin = write_plugin(tmp_path_factory.mktemp("async"), forced_async)
-    environment = {**found_in(plugin), "VLLM_SERVER_DEV_MODE": "1"}
-    forging = found_in(write_plugin(tmp_path_factory.mktemp("forged"), forged_loans))
-    stopping = found_in(write_plugin(tmp_path_factory.mktemp("stopping"), stopping_engine))
     to_stop = tmp_path_factory.mktemp("holder") / "processes"
-    stopping |= {**TCP, stopping_engine.HOLDER: str(to_stop)}
+    stopping = {**TCP, stopping_engine.HOLDER: str(to_stop)}
+    longer = (*SCHEDULER, *LONG)
     kinds = (
         Kind("loans-alone", None, LONG),
-        Kind("loans-holder", OURS, (*ASYNC, *LONG, *BRIEF), environment=environment),
-        Kind("loans-reader", TRUSTING, (*SCHEDULER, *LONG), environment=stopping),
-        Kind("loans-decoder", TRUSTING, (*SCHEDULER, *LONG), environment=forging),
+        Kind(
+            "loans-holder",
+            OURS,
+            (*ASYNC, *LONG, *BRIEF),
+            environment={"VLLM_SERVER_DEV_MODE": "1"},
+            plugins=(forced_async,),
+        ),
+        Kind("loans-reader", TRUSTING, longer, environment=stopping, plugins=(stopping_engine,)),
+        Kind("loans-decoder", TRUSTING, longer, plugins=(forged_loans,)),
     )
     with fleet.servers(*kinds) as servers:
         yield Engines(to_stop, *servers)

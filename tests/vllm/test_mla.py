@@ -1,9 +1,6 @@
 """Multi-head latent attention in vLLM: one latent vector a token, the same on every tensor-parallel
 rank; see tests/vllm/mla_model.py for why the model is as it is."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from tests.integration.legs import decode, prefill, take_turn
@@ -27,30 +24,23 @@ FIRST_TURN, SECOND_TURN = tokens_of(300, 3), tokens_of(50, 4)
 Right = dict[tuple[int, ...], Answer]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mla_model(tmp_path_factory.mktemp("mla"))
+SERVERS = {
+    "stock": Kind("stock", STOCK, BACKEND, write_mla_model),
+    "one": Kind("one", TRUSTING, (*SCHEDULER, *BACKEND), write_mla_model),
+    "ranks": Kind(
+        "ranks", OURS, (*SCHEDULER, *BACKEND, "--tensor-parallel-size", "2"), write_mla_model
+    ),
+}
 
 
-@pytest.fixture(scope="module")
-def right(fleet: Fleet, model: Path) -> Right:
+@pytest.fixture(scope="module", autouse=True)
+def right(fleet: Fleet) -> Right:
     """It has ended before the others start: they need much memory."""
     prompts = [PLAIN, CHANGED, FIRST_TURN, *(tokens_of(length, length) for length in LENGTHS)]
-    with fleet.server(Kind("mla-alone", None, BACKEND, model)) as alone:
+    with fleet.server(Kind("mla-alone", None, BACKEND, write_mla_model)) as alone:
         answers = {tuple(prompt): complete(alone, prompt) for prompt in prompts}
         longer = [*FIRST_TURN, *answers[tuple(FIRST_TURN)].tokens, *SECOND_TURN]
         return {**answers, tuple(longer): complete(alone, longer)}
-
-
-@pytest.fixture(scope="module")
-def servers(fleet: Fleet, model: Path, right: Right) -> Iterator[dict[str, Server]]:
-    kinds = (
-        Kind("stock", STOCK, BACKEND, model),
-        Kind("one", TRUSTING, (*SCHEDULER, *BACKEND), model),
-        Kind("ranks", OURS, (*SCHEDULER, *BACKEND, "--tensor-parallel-size", "2"), model),
-    )
-    with fleet.servers(*kinds) as started:
-        yield {kind.name: server for kind, server in zip(kinds, started, strict=True)}
 
 
 @pytest.mark.parametrize("pair", PAIRS)

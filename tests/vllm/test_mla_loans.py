@@ -2,7 +2,7 @@
 MLA: see tests/vllm/mended_latents.py. The decode engine has none: it borrows and does not lend."""
 
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,10 +11,8 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 from tests.vllm import mended_latents
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.mla_model import BACKEND
-from tests.vllm.plugins import found_in, write_plugin
+from tests.vllm.mla_model import BACKEND, write_mla_model
 from tests.vllm.servers import SCHEDULER, TRUSTING, Fleet, Kind
-from tests.vllm.test_mla import model  # noqa: F401 # its fixture
 
 SYSTEM = 1200
 """Tokens of a system prompt, in whole blocks of 16."""
@@ -25,18 +23,16 @@ ENDS = (1, 5, 16, 40, 300)
 @pytest.mark.nightly
 def test_answers_from_borrowed_latents_are_those_of_one_vllm_alone(
     fleet: Fleet,
-    model: Path,  # noqa: F811
-    tmp_path: Path,
 ) -> None:
     prompts = [[*tokens_of(SYSTEM, end), *tokens_of(end, 1000 + end)] for end in ENDS]
-    with fleet.server(Kind("mla-alone", None, BACKEND, model)) as alone:
+    with fleet.server(Kind("mla-alone", None, BACKEND, write_mla_model)) as alone:
         right = [complete(alone, prompt) for prompt in prompts]
-    cached = found_in(write_plugin(tmp_path, mended_latents))
     options = (*SCHEDULER, *BACKEND)
+    cached: dict[str, Any] = {"model": write_mla_model, "plugins": (mended_latents,)}
     kinds = (
-        Kind("mla-holder", TRUSTING, options, model, cached),
-        Kind("mla-prefill", TRUSTING, options, model, cached),
-        Kind("mla-decode", TRUSTING, options, model),
+        Kind("mla-holder", TRUSTING, options, **cached),
+        Kind("mla-prefill", TRUSTING, options, **cached),
+        Kind("mla-decode", TRUSTING, options, write_mla_model),
     )
     with fleet.servers(*kinds) as (holder, prefiller, decoder):
         (rank,) = decoder.get("/disagg/identity").json()["ranks"]

@@ -6,7 +6,7 @@ counted: as many are right as where the decoder computed the prompt itself, and 
 module is another one.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,30 +31,23 @@ PROMPTS = [tokens_of(length, 8000 + length) for length in LENGTHS]
 NUM_TOKENS = 40
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    directory = tmp_path_factory.mktemp("mtp")
-    return {
-        "well": write_mtp_model(directory / "well"),
-        "badly": write_mtp_model(directory / "badly", guesses_well=False),
-    }
+def write_bad_guesser(directory: Path) -> Path:
+    return write_mtp_model(directory, guesses_well=False)
 
 
-@pytest.fixture(scope="module")
-def right(fleet: Fleet, models: dict[str, Path]) -> list[Answer]:
+PAIR = [
+    pytest.param(
+        tuple(Kind(f"mtp-{name}-{side}", transfer, MTP, write_mtp_model) for side in "pd"), id=name
+    )
+    for name, transfer in (("pull", OURS), ("push", PUSH))
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def right(fleet: Fleet) -> list[Answer]:
     """Of an engine that guesses nothing. It has ended before the others start."""
-    with fleet.server(Kind("mtp-alone", None, BACKEND, models["well"])) as alone:
+    with fleet.server(Kind("mtp-alone", None, BACKEND, write_mtp_model)) as alone:
         return [complete(alone, prompt, NUM_TOKENS) for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module", params=["pull", "push"])
-def pair(
-    request: pytest.FixtureRequest, fleet: Fleet, models: dict[str, Path], right: list[Answer]
-) -> Iterator[list[Server]]:
-    transfer = {"pull": OURS, "push": PUSH}[request.param]
-    kinds = [Kind(f"mtp-{request.param}-{side}", transfer, MTP, models["well"]) for side in "pd"]
-    with fleet.servers(*kinds) as servers:
-        yield servers
 
 
 def through(pair: list[Server], prompt: list[int], previous: Any = None) -> Turn:
@@ -108,12 +101,10 @@ def test_as_much_is_guessed_right_behind_a_turn(pair: list[Server]) -> None:
     assert metric(first, COMPUTED) - computed < 100, "the turn was pulled"
 
 
-def test_another_modules_keys_and_values_are_seen(
-    fleet: Fleet, models: dict[str, Path], right: list[Answer]
-) -> None:
+def test_another_modules_keys_and_values_are_seen(fleet: Fleet, right: list[Answer]) -> None:
     """The planted error, else the counts would prove nothing."""
-    kinds = [Kind(f"mtp-{name}", LAX, MTP, model) for name, model in models.items()]
-    with fleet.servers(*kinds) as (good, bad):
+    well = Kind("mtp-well", LAX, MTP, write_mtp_model)
+    with fleet.servers(well, Kind("mtp-badly", LAX, MTP, write_bad_guesser)) as (good, bad):
         _, alone = guessed(good, partial(computed_by, good))
         answers, accepted = guessed(good, partial(moved, [bad, good]))
         assert differences(right, answers) == []

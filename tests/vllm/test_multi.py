@@ -3,17 +3,14 @@
 The other is vLLM's example, which writes files: OffloadingConnector copies from a GPU alone.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.integration.talk import Talk, turns
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, UNCACHED, Kind, Kinds
 
 
 def beside_files(ours: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -29,22 +26,14 @@ def beside_files(ours: dict[str, Any], folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    folders = [tmp_path_factory.mktemp(name) for name in ("of-p", "of-d")]
-    off = "--no-enable-prefix-caching"
-    with fleet.servers(
-        Kind("multi-p", beside_files(TRUSTING, folders[0]), (*SCHEDULER, off)),
-        Kind("multi-d", beside_files(OURS, folders[1]), (*SCHEDULER, off)),
-    ) as servers:
-        yield servers
+def both_beside_files(folder: Path) -> Kinds:
+    return (
+        Kind("multi-p", beside_files(TRUSTING, folder / "p"), (*SCHEDULER, UNCACHED)),
+        Kind("multi-d", beside_files(OURS, folder / "d"), (*SCHEDULER, UNCACHED)),
+    )
 
 
-@pytest.fixture(scope="module")
-def router(fleet: Fleet, pair: list[Server]) -> Iterator[Server]:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    with launcher.router([pair[0]], [pair[1]], "--decode-first-turns", "0") as server:
-        yield server
+PAIR = both_beside_files
 
 
 def test_it_says_of_itself_what_it_says_alone(pair: list[Server], prefiller: Server) -> None:

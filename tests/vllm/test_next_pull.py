@@ -1,7 +1,6 @@
 """Pull, turns, the threshold and answers that begin in the middle, inside the newest release:
 right as one of its engines alone."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,11 +9,11 @@ from engine_ext.vllm.compat.vllm_symbols import PROMISED
 from engine_ext.vllm.optional import TIER_2
 from tests.integration.legs import decode, decode_body, holders, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.integration.talk import Talk, turns
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.releases import BUILD, LENGTHS, NEXT, of_next
-from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
+from tests.vllm.releases import BUILD, LENGTHS, NEXT
+from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, UNCACHED, Kind
 
 # They ask for a prefiller, a decoder and one that answers alone: here for this file's.
 from tests.vllm.test_resumed_answers import (  # noqa: F401
@@ -32,13 +31,8 @@ from tests.vllm.test_threshold import (  # noqa: F401
 OPTIONAL = [each.name for each in PROMISED + TIER_2]
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet) -> Iterator[list[Server]]:
-    with of_next(fleet).servers(
-        Kind("next-p", TRUSTING, (*SCHEDULER, "--no-enable-prefix-caching")),
-        Kind("next-d", OURS, SCHEDULER),
-    ) as servers:
-        yield servers
+RELEASE = NEXT
+PAIR = (Kind("next-p", TRUSTING, (*SCHEDULER, UNCACHED)), Kind("next-d", OURS, SCHEDULER))
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +49,6 @@ def alone(prefiller: Server) -> Server:
 @pytest.fixture(scope="module")
 def decoder(pair: list[Server]) -> Server:
     return pair[1]
-
-
-@pytest.fixture(scope="module")
-def router(fleet: Fleet, pair: list[Server]) -> Iterator[Server]:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    prefiller, decoder = pair
-    with launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
-        yield server
 
 
 def test_it_says_that_all_of_ours_fits(pair: list[Server]) -> None:

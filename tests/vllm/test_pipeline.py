@@ -1,19 +1,18 @@
 """Pipeline parallel in vLLM: a stage reads its layers where the other engine's stages have them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
+from tests.vllm import mended_pipeline
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
-from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind, Writer
 from tests.vllm.test_state import Legs, pulled
 
 Servers = dict[str, Server]
@@ -27,26 +26,21 @@ PAIRS = {
 LENGTHS = (1, 31, 32, 33, 257, 700, 1500)
 
 
-@contextmanager
-def engines(
-    fleet: Fleet,
-    name: str,
-    transfer: Mapping[str, Any],
-    stages_mended: dict[str, str],
-    *options: str,
-    model: Path | None = None,
-) -> Iterator[Servers]:
+def in_stages(
+    name: str, transfer: Mapping[str, Any], *options: str, model: Writer | None = None
+) -> dict[str, Kind]:
     """`even`: two layers in each stage; `uneven`: one in the first, three in the second."""
     whole = (*SCHEDULER, *options)
-    staged = (*whole, *STAGES)
-    uneven = {**stages_mended, "VLLM_PP_LAYER_PARTITION": "1,3"}
-    kinds = {
+    staged: dict[str, Any] = {"options": (*whole, *STAGES), "plugins": (mended_pipeline,)}
+    uneven = {"VLLM_PP_LAYER_PARTITION": "1,3"}
+    return {
         "one": Kind(f"{name}-one", transfer, whole, model),
-        "even": Kind(f"{name}-even", transfer, staged, model, stages_mended),
-        "uneven": Kind(f"{name}-uneven", transfer, staged, model, uneven),
+        "even": Kind(f"{name}-even", transfer, model=model, **staged),
+        "uneven": Kind(f"{name}-uneven", transfer, model=model, environment=uneven, **staged),
     }
-    with fleet.servers(*kinds.values()) as started:
-        yield dict(zip(kinds, started, strict=True))
+
+
+SERVERS = in_stages("pp", OURS)
 
 
 def prompts_are_right(
@@ -74,12 +68,6 @@ def a_turn_is_right(prefiller: Server, decoder: Server, alone: Server, seed: int
     new = len(longer) - turn.params["remote_num_tokens"]
     assert metric(prefiller, COMPUTED) - before <= new
     assert differences([complete(alone, longer)], [again.answer]) == []
-
-
-@pytest.fixture(scope="module")
-def servers(fleet: Fleet, stages_mended: dict[str, str]) -> Iterator[Servers]:
-    with engines(fleet, "pp", OURS, stages_mended) as started:
-        yield started
 
 
 @pytest.mark.parametrize("pair", PAIRS)
@@ -115,12 +103,11 @@ def test_an_engine_that_has_not_all_layers_there_is_not_read(
 
 def test_routed_answers_are_those_of_one_engine_alone(fleet: Fleet, servers: Servers) -> None:
     """Several at once, and a conversation."""
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     prefiller, decoder = servers["even"], servers["uneven"]
     asked = [tokens_of(length, 11_000 + length) for length in (40, 300, 301, 600, 900)]
     right = [complete(servers["one"], prompt) for prompt in asked]
     with (
-        launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
+        fleet.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
         nothing_left(prefiller, seconds=40),
     ):
         with ThreadPoolExecutor(3) as pool:

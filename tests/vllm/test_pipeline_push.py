@@ -1,36 +1,32 @@
 """Pipeline parallel in vLLM: pushed, between stages that are alike, beside stock engines. In a file
 of its own: servers of several stages need much memory."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.integration.legs import decode_body, prefill, prefill_body
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import metric
+from tests.vllm import mended_pipeline
 from tests.vllm.measures import FETCHED, counted, nothing_left
 from tests.vllm.servers import CHUNKS, OURS, PUSH, SCHEDULER, STOCK, Fleet, Kind
-from tests.vllm.test_pipeline import LENGTHS, STAGES, Servers, engines, prompts_are_right
+from tests.vllm.test_pipeline import LENGTHS, STAGES, Servers, in_stages, prompts_are_right
 from tests.vllm.test_push import both_legs, registered
 from tests.vllm.test_state import pulled
 
 pytestmark = pytest.mark.nightly
 
 
-@pytest.fixture(scope="module")
-def pushing(fleet: Fleet, stages_mended: dict[str, str]) -> Iterator[Servers]:
-    with engines(fleet, "pp-push", PUSH, stages_mended, *CHUNKS) as started:
-        yield started
+SERVERS = in_stages("pp-push", PUSH, *CHUNKS)
 
 
 @pytest.mark.parametrize("pair", ["even uneven", "uneven one", "one even"])
-def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: str) -> None:
+def test_pushed_prompts_are_those_of_one_engine_alone(servers: Servers, pair: str) -> None:
     """Each stage of P writes its layers to those of D's that have them, while it computes."""
-    prefiller, decoder = (pushing[name] for name in pair.split())
+    prefiller, decoder = (servers[name] for name in pair.split())
     pushed = counted(prefiller, "pushes_ok")
     with nothing_left(prefiller):  # D keeps the turns.
         seed = 20_000 + len(pair) * 1000
-        prompts_are_right(prefiller, decoder, pushing["one"], both_legs, seed)
+        prompts_are_right(prefiller, decoder, servers["one"], both_legs, seed)
     assert counted(prefiller, "pushes_ok") - pushed >= len(LENGTHS)
     early, prompt = counted(prefiller, "early_blocks"), tokens_of(1500, seed)
     with registered(prefiller, decoder, prompt) as (request_id, leg):
@@ -40,23 +36,21 @@ def test_pushed_prompts_are_those_of_one_engine_alone(pushing: Servers, pair: st
     assert counted(prefiller, "early_blocks") > early
 
 
-def test_stages_that_are_alike_pull(fleet: Fleet, stages_mended: dict[str, str]) -> None:
+def test_stages_that_are_alike_pull(fleet: Fleet) -> None:
     kinds = [
-        Kind(f"pp-alike-{side}", OURS, (*SCHEDULER, *STAGES), environment=stages_mended)
+        Kind(f"pp-alike-{side}", OURS, (*SCHEDULER, *STAGES), plugins=(mended_pipeline,))
         for side in "pd"
     ]
     with fleet.servers(*kinds) as (prefiller, decoder), nothing_left(prefiller, decoder):
         prompts_are_right(prefiller, decoder, prefiller, pulled, 30_000)
 
 
-def test_stock_engines_take_no_stage_for_another(
-    fleet: Fleet, stages_mended: dict[str, str]
-) -> None:
+def test_stock_engines_take_no_stage_for_another(fleet: Fleet) -> None:
     """A stock decode engine of two stages would read the first one's layers into each of its. Ours
     reads those of a stock prefill engine, which names them."""
     kinds = (
-        Kind("pp-ours", OURS, (*SCHEDULER, *STAGES), environment=stages_mended),
-        Kind("pp-stock", STOCK, STAGES, environment=stages_mended),
+        Kind("pp-ours", OURS, (*SCHEDULER, *STAGES), plugins=(mended_pipeline,)),
+        Kind("pp-stock", STOCK, STAGES, plugins=(mended_pipeline,)),
         Kind("pp-stock-one", STOCK),
     )
     with fleet.servers(*kinds) as (ours, stock, stock_one):

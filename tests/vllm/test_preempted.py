@@ -1,7 +1,6 @@
 """Decoders of vLLM whose caches are too small for what they are asked, one of which schedules ahead
 of the model: what they hand back, a prefiller computes and one of them goes on with."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,10 +15,9 @@ from tests.integration.oracle import (
     streamed,
     text_of,
 )
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.vllm import forced_async, resumed_answers
 from tests.vllm.measures import nothing_left
-from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.resumed_answers import PATHS, ask, body_of, differ
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 from tests.vllm.test_async import ASYNC
@@ -31,15 +29,10 @@ OPTIONS = ("--decode-policy", "round_robin", "--health-timeout", "90")
 SYNC, AHEAD = 0, 1
 
 
-@pytest.fixture(scope="module")
-def small(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    plugin = write_plugin(tmp_path_factory.mktemp("plugin"), forced_async)
-    kinds = (
-        Kind("small", OURS, (*SCHEDULER, *FEW)),
-        Kind("small-ahead", OURS, (*ASYNC, *FEW), environment=found_in(plugin)),
-    )
-    with fleet.servers(*kinds) as servers:
-        yield servers
+SERVERS = (
+    Kind("small", OURS, (*SCHEDULER, *FEW)),
+    Kind("small-ahead", OURS, (*ASYNC, *FEW), plugins=(forced_async,)),
+)
 
 
 @pytest.fixture(scope="module")
@@ -57,15 +50,14 @@ def through(server: Server, number: int) -> Answer:
 def test_what_is_handed_back_goes_on(
     fleet: Fleet,
     prefiller: Server,
-    small: list[Server],
+    servers: list[Server],
     right: list[Answer],
     used: tuple[int, ...],
 ) -> None:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    decoders = [small[number] for number in used]
+    decoders = [servers[number] for number in used]
     with (
-        nothing_left(prefiller, *small),
-        launcher.router([prefiller], decoders, *OPTIONS) as router,
+        nothing_left(prefiller, *servers),
+        fleet.router([prefiller], decoders, *OPTIONS) as router,
     ):
         asks = [partial(through, router, number) for number in range(len(PROMPTS))]
         assert differences(right, all_decoded_together(router, decoders, asks)) == []
@@ -76,13 +68,13 @@ def test_what_is_handed_back_goes_on(
 @pytest.mark.parametrize("at", [SYNC, AHEAD])
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_it_is_told_in_the_form_that_was_asked_for(
-    small: list[Server], alone: Server, kind: str, at: int
+    servers: list[Server], alone: Server, kind: str, at: int
 ) -> None:
     """And with what another needs, which then says all of it."""
     body = body_of(kind, text_of(150, 17_500), max_tokens=LONG)
     whole = ask(alone, kind, body)
     asked = {**body, "kv_transfer_params": {"hand_back": True}}
-    server = small[at]
+    server = servers[at]
 
     def post(_: int) -> dict[str, Any]:
         answer: dict[str, Any] = server.post(PATHS[kind], asked).json()
@@ -105,10 +97,10 @@ def test_it_is_told_in_the_form_that_was_asked_for(
 @pytest.mark.parametrize("at", [SYNC, AHEAD])
 @pytest.mark.parametrize("kind", ["chat", "completion"])
 def test_a_stream_ends_once_and_says_why(
-    small: list[Server], alone: Server, kind: str, at: int
+    servers: list[Server], alone: Server, kind: str, at: int
 ) -> None:
     body = body_of(kind, text_of(150, 17_600), max_tokens=LONG)
-    whole, server = ask(alone, kind, body), small[at]
+    whole, server = ask(alone, kind, body), servers[at]
     asked = resumed_answers.streamed({**body, "kv_transfer_params": {"hand_back": True}})
     with nothing_left(server), ThreadPoolExecutor(6) as pool:
         said = list(pool.map(lambda _: ask(server, kind, asked), range(6)))

@@ -13,17 +13,12 @@ import pytest
 
 from tests.integration.legs import Turn, coordinates_in, decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import Answer, Prompt, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.integration.processes import Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left, prompts, share_of_a_core
 from tests.vllm.servers import CHUNK, CHUNKS, PUSH, SCHEDULER, Fleet, Kind
 from tests.vllm.test_several import several_are_read_once
 
-
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet) -> Iterator[list[Server]]:
-    kinds = Kind("push-p", PUSH, (*SCHEDULER, *CHUNKS)), Kind("push-d", PUSH, SCHEDULER)
-    with fleet.servers(*kinds) as servers:
-        yield servers
+PAIR = (Kind("push-p", PUSH, (*SCHEDULER, *CHUNKS)), Kind("push-d", PUSH, SCHEDULER))
 
 
 def where(prefiller: Server) -> dict[str, Any]:
@@ -198,10 +193,9 @@ def second(fleet: Fleet) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def router(fleet: Fleet, pair: list[Server], second: Server) -> Iterator[Server]:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     prefiller, decoder = pair
     options = ("--decode-first-turns", "0", "--decode-policy", "round_robin")
-    with launcher.router([prefiller], [decoder, second], *options) as server:
+    with fleet.router([prefiller], [decoder, second], *options) as server:
         wait_for(lambda: complete(server, [1]) and is_pushed(server), "it knows that they push")
         yield server
 

@@ -8,26 +8,21 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import pytest
-
 from tests.integration.legs import decode, decode_body, prefill, prefill_body, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import RUNNING, WAITING, counted, freed, nothing_left
-from tests.vllm.servers import ONE_WAY, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import ONE_WAY, SCHEDULER, Kind
 
 LEASE = 6
 SHORT = {**ONE_WAY, "kv_connector_extra_config": {"kv_lease_duration": LEASE}}
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet) -> Iterator[list[Server]]:
-    """P whose leases are short; D with one place, without turns."""
-    with fleet.servers(
-        Kind("short", SHORT, SCHEDULER),
-        Kind("queue", ONE_WAY, (*SCHEDULER, "--max-num-seqs", "1")),
-    ) as servers:
-        yield servers
+# P whose leases are short; D with one place, without turns.
+SERVERS = (
+    Kind("short", SHORT, SCHEDULER),
+    Kind("queue", ONE_WAY, (*SCHEDULER, "--max-num-seqs", "1")),
+)
 
 
 @contextmanager
@@ -47,9 +42,9 @@ def queued(decoder: Server, prompt: list[int], params: dict[str, Any]) -> Iterat
 
 
 def test_r9_a_turn_given_to_a_prefiller_without_turns_is_computed(
-    pair: list[Server], decoder: Server, alone: Server
+    servers: list[Server], decoder: Server, alone: Server
 ) -> None:
-    plain = pair[0]
+    plain = servers[0]
     prompt = tokens_of(300, 40)
     with nothing_left(plain, decoder):
         turn = take_turn(plain, decoder, prompt)
@@ -61,9 +56,9 @@ def test_r9_a_turn_given_to_a_prefiller_without_turns_is_computed(
 
 
 def test_an_abort_while_queued_frees_the_prefiller_without_an_expiry(
-    pair: list[Server], prefiller: Server
+    servers: list[Server], prefiller: Server
 ) -> None:
-    decoder = pair[1]
+    decoder = servers[1]
     wait_for(lambda: freed(prefiller), "P is idle, and leases of earlier tests have ended", 60)
     prompt = tokens_of(300, 50)
     with busy(decoder):
@@ -76,10 +71,10 @@ def test_an_abort_while_queued_frees_the_prefiller_without_an_expiry(
 
 
 def test_a_decoder_killed_with_requests_in_its_queue_costs_the_prefiller_one_lease(
-    pair: list[Server], decoder: Server, alone: Server
+    servers: list[Server], decoder: Server, alone: Server
 ) -> None:
     """The last test of this file: `queue` is gone."""
-    prefiller, dying = pair
+    prefiller, dying = servers
     prompts = [tokens_of(length, 60) for length in (100, 300, 700)]
     expired = counted(prefiller, "leases_expired")
     with ExitStack() as clients:

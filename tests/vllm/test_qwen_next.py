@@ -6,16 +6,15 @@ its own, behind whole chunks: there not one bit differs. Elsewhere a chunk's ker
 step's round otherwise, and log-probabilities differ by up to 0.9.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.vllm.measures import FETCHED, nothing_left
 from tests.vllm.qwen_next_model import write_qwen_next
-from tests.vllm.servers import CHUNK, OURS, PUSH, Fleet
+from tests.vllm.servers import CHUNK, OURS, PUSH, Fleet, chunking_pair
 from tests.vllm.test_push import both_legs
 from tests.vllm.test_state import prompts_are_right, pulled
 
@@ -28,21 +27,8 @@ IN_BFLOAT16 = ("--dtype", "bfloat16")
 LENGTHS = tuple(CHUNK * chunks + 1 for chunks in range(7))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_qwen_next(tmp_path_factory.mktemp("qwen-next"))
-
-
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    with fleet.pair("qwen-next", OURS, model, *IN_BFLOAT16) as servers:
-        yield servers
-
-
-@pytest.fixture(scope="module")
-def pushing(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    with fleet.pair("qwen-next-push", PUSH, model, *IN_BFLOAT16) as servers:
-        yield servers
+PAIR = chunking_pair("qwen-next", OURS, write_qwen_next, *IN_BFLOAT16)
+PUSHING = chunking_pair("qwen-next-push", PUSH, write_qwen_next, *IN_BFLOAT16)
 
 
 def first_tokens_are_seen(prefiller: Server, seed: int) -> None:
@@ -59,15 +45,12 @@ def test_prompts_are_those_of_one_engine_alone(pair: list[Server]) -> None:
     first_tokens_are_seen(pair[0], 9000)
 
 
-def test_routed_answers_are_those_of_one_engine_alone(
-    fleet: Fleet, model: Path, pair: list[Server]
-) -> None:
+def test_routed_answers_are_those_of_one_engine_alone(fleet: Fleet, pair: list[Server]) -> None:
     """A conversation, each turn of which is computed as if it were a first."""
     prefiller, decoder = pair
-    launcher = Launcher(fleet.logs, model, fleet.free_ports)
     prompt = tokens_of(2 * CHUNK + 1, 9200)
     with (
-        launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
+        fleet.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
         nothing_left(*pair),
     ):
         fetched = metric(decoder, FETCHED)

@@ -9,7 +9,7 @@ import pytest
 
 from router.fleet.kv_facts import ranks_of_metrics, ranks_of_page
 from tests.integration.oracle import Answer, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Server, metric, wait_for
 from tests.vllm.measures import FETCHED, nothing_left
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
@@ -26,10 +26,9 @@ def decoder(fleet: Fleet) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def router(fleet: Fleet, prefiller: Server, decoder: Server) -> Iterator[Server]:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     # The engine chooses the rank of a first turn.
     options = ("--decode-first-turns", "0", "--decode-policy", "power_of_two")
-    with launcher.router([prefiller], [decoder], *options) as server:
+    with fleet.router([prefiller], [decoder], *options) as server:
         asked = 'GET /disagg/identity HTTP/1.1" 200'
         wait_for(lambda: asked in decoder.log.read_text(), "the router has heard of both ranks")
         yield server
@@ -80,9 +79,8 @@ def test_prompts_go_to_the_rank_that_has_their_beginning(
     fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     hits = r'vllm:prefix_cache_hits_total\{{.*engine="{}".*\}}'
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     homes = set()
-    with launcher.router([decoder], [prefiller], "--prefill-policy", "prefix") as router:
+    with fleet.router([decoder], [prefiller], "--prefill-policy", "prefix") as router:
         for number in range(4):
             prompt = tokens_of(2 * LENGTH, 9700 + number)
             longer = [*prompt, *tokens_of(40, 9800 + number)]

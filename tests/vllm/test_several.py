@@ -3,7 +3,7 @@
 from typing import Any
 
 from tests.integration.oracle import body_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.integration.processes import Server, metric, post_and_leave, wait_for
 from tests.vllm.measures import COMPUTED, FETCHED, RUNNING, nothing_left
 from tests.vllm.servers import Fleet
 
@@ -23,8 +23,7 @@ def choices_of(server: Server, seed: int, **fields: Any) -> list[tuple[object, .
 
 def several_are_read_once(fleet: Fleet, prefiller: Server, decoder: Server, alone: Server) -> None:
     """And are those of one engine alone; nothing is left, also where the client leaves."""
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    with launcher.router([prefiller], [decoder]) as router:
+    with fleet.router([prefiller], [decoder]) as router:
 
         def is_shared() -> bool:
             """Until a decoder has said that it can, it answers alone."""

@@ -13,7 +13,7 @@ import pytest
 
 from tests.integration.legs import decode, decode_body, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.integration.talk import Talk, turns
 from tests.vllm.eagle_model import write_eagle_model
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
@@ -91,8 +91,7 @@ def test_prompts_are_those_of_one_vllm_alone(pair: list[Server], alone: Server) 
 
 def test_a_turn_pulls_no_guess(fleet: Fleet, pair: list[Server], alone: Server) -> None:
     first, second = pair
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    with launcher.router([first], [second], "--decode-first-turns", "0") as router:
+    with fleet.router([first], [second], "--decode-first-turns", "0") as router:
         talk, prompt = Talk(router, f"guessed by {second.name}", stream=True), repeating(500, 450)
         for number in range(3):
             before = metric(first, COMPUTED)

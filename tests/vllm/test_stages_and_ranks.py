@@ -1,16 +1,18 @@
 """Two pipeline stages of two tensor-parallel ranks each, beside engines of two stages or of one."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.integration.legs import decode, decode_body, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, post_and_leave, wait_for
+from tests.vllm import mended_pipeline
 from tests.vllm.measures import RUNNING, WAITING, nothing_left
-from tests.vllm.servers import OURS, PUSH, SCHEDULER, Fleet, Kind
+from tests.vllm.servers import OURS, PUSH, SCHEDULER, Kind
 from tests.vllm.test_pipeline import STAGES, Servers, a_turn_is_right, prompts_are_right
 from tests.vllm.test_push import both_legs
 from tests.vllm.test_state import pulled
@@ -21,22 +23,17 @@ RANKS = ("--tensor-parallel-size", "2")
 PAIRS = ("both one", "one both", "both staged", "staged both")
 
 
-@pytest.fixture(scope="module")
-def servers(
-    request: pytest.FixtureRequest, fleet: Fleet, stages_mended: dict[str, str]
-) -> Iterator[Servers]:
-    transfer = request.param
-    kinds = {
-        "both": Kind("tp-pp", transfer, (*SCHEDULER, *STAGES, *RANKS), environment=stages_mended),
-        "staged": Kind("pp-beside", transfer, (*SCHEDULER, *STAGES), environment=stages_mended),
+def with_ranks(transfer: Mapping[str, Any]) -> dict[str, Kind]:
+    mended: dict[str, Any] = {"plugins": (mended_pipeline,)}
+    return {
+        "both": Kind("tp-pp", transfer, (*SCHEDULER, *STAGES, *RANKS), **mended),
+        "staged": Kind("pp-beside", transfer, (*SCHEDULER, *STAGES), **mended),
         "one": Kind("one-beside", transfer, SCHEDULER),
     }
-    with fleet.servers(*kinds.values()) as started:
-        yield dict(zip(kinds, started, strict=True))
 
 
-pulling = pytest.mark.parametrize("servers", [OURS], indirect=True, ids=["pull"])
-pushing = pytest.mark.parametrize("servers", [PUSH], indirect=True, ids=["push"])
+pulling = pytest.mark.parametrize("servers", [with_ranks(OURS)], indirect=True, ids=["pull"])
+pushing = pytest.mark.parametrize("servers", [with_ranks(PUSH)], indirect=True, ids=["push"])
 
 
 @pulling

@@ -6,21 +6,19 @@ token, which the decode engine computes.
 
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integration.legs import Turn, decode, decode_body, prefill, prefill_body
 from tests.integration.oracle import Prompt, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Server, metric, wait_for
 from tests.vllm import planted_state
 from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
-from tests.vllm.plugins import found_in, write_plugin
-from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, WAITS_BRIEFLY, Fleet, Kind
+from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, WAITS_BRIEFLY, Fleet, Kind, chunking_pair
 from tests.vllm.state_model import write_state_model
 from tests.vllm.test_push import both_legs, where
 
@@ -29,15 +27,8 @@ Legs = Callable[[Server, Server, Prompt], Turn]
 LENGTHS = (1, 2, 31, 32, 33, 128, 129, 257, 700, 1500)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_state_model(tmp_path_factory.mktemp("state"))
-
-
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    with fleet.pair("state", OURS, model) as servers:
-        yield servers
+PAIR = chunking_pair("state", OURS, write_state_model)
+PUSHING = chunking_pair("state-push", WAITS_BRIEFLY, write_state_model)
 
 
 def prompts_are_right(
@@ -83,12 +74,10 @@ def test_a_prompt_whose_log_probabilities_are_asked_for_keeps_its_last_token(
 
 
 @pytest.mark.nightly
-def test_a_state_that_is_another_is_seen(
-    fleet: Fleet, model: Path, pair: list[Server], tmp_path: Path
-) -> None:
+def test_a_state_that_is_another_is_seen(fleet: Fleet, pair: list[Server]) -> None:
     """The planted error, else equal tokens would prove nothing of states."""
-    environment = found_in(write_plugin(tmp_path, planted_state))
-    kind = Kind("spoilt", OURS, (*SCHEDULER, UNCACHED), model, environment)
+    options = (*SCHEDULER, UNCACHED)
+    kind = Kind("spoilt", OURS, options, write_state_model, plugins=(planted_state,))
     with fleet.server(kind) as spoilt:
         for prompt in (tokens_of(length, 9050 + length) for length in LENGTHS[2:]):
             turn = pulled(pair[0], spoilt, prompt)
@@ -107,16 +96,13 @@ def test_a_prompt_that_only_begins_alike_takes_no_state(pair: list[Server]) -> N
     assert metric(decoder, FETCHED) == fetched
 
 
-def test_routed_answers_are_those_of_one_engine_alone(
-    fleet: Fleet, model: Path, pair: list[Server]
-) -> None:
+def test_routed_answers_are_those_of_one_engine_alone(fleet: Fleet, pair: list[Server]) -> None:
     """Several at once, and a conversation, whose second turn is computed as if it were a first."""
     prefiller, decoder = pair
-    launcher = Launcher(fleet.logs, model, fleet.free_ports)
     asked = [tokens_of(length, 9200 + length) for length in (40, 300, 301, 600, 900)]
     right = [complete(prefiller, prompt) for prompt in asked]
     with (
-        launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
+        fleet.router([prefiller], [decoder], "--decode-first-turns", "0") as router,
         nothing_left(*pair),
     ):
         fetched = metric(decoder, FETCHED)
@@ -130,12 +116,6 @@ def test_routed_answers_are_those_of_one_engine_alone(
         assert differences([complete(prefiller, longer)], [second]) == []
     said = set(decoder.get("/disagg/identity").json()["capabilities"])
     assert said & {"prefix_proof", "turns", "begun", "hand_over", "hand_back"} == {"prefix_proof"}
-
-
-@pytest.fixture(scope="module")
-def pushing(fleet: Fleet, model: Path) -> Iterator[list[Server]]:
-    with fleet.pair("state-push", WAITS_BRIEFLY, model) as servers:
-        yield servers
 
 
 def test_pushed_prompts_are_those_of_one_engine_alone(pushing: list[Server]) -> None:
@@ -171,15 +151,12 @@ def test_a_state_of_another_prompt_is_not_written(pushing: list[Server]) -> None
     assert differences([right], [both_legs(prefiller, decoder, prompt).answer]) == []
 
 
-def test_routed_pushes_are_those_of_one_engine_alone(
-    fleet: Fleet, model: Path, pushing: list[Server]
-) -> None:
+def test_routed_pushes_are_those_of_one_engine_alone(fleet: Fleet, pushing: list[Server]) -> None:
     prefiller, decoder = pushing
-    launcher = Launcher(fleet.logs, model, fleet.free_ports)
     asked = [tokens_of(length, 9600 + length) for length in (40, 300, 301, 600, 900)]
     right = [complete(prefiller, prompt) for prompt in asked]
     pushed = counted(prefiller, "pushes_ok")
-    with launcher.router([prefiller], [decoder]) as router, nothing_left(*pushing):
+    with fleet.router([prefiller], [decoder]) as router, nothing_left(*pushing):
         with ThreadPoolExecutor(3) as pool:
             got = list(pool.map(partial(complete, router), asked))
         assert differences(right, got) == []
@@ -187,10 +164,11 @@ def test_routed_pushes_are_those_of_one_engine_alone(
 
 
 @pytest.mark.nightly
-def test_speculation_is_refused_by_name_at_start(fleet: Fleet, model: Path) -> None:
+def test_speculation_is_refused_by_name_at_start(fleet: Fleet) -> None:
     """vLLM then keeps a state for each guess, and the right one among them."""
     config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    guessing = Kind("stateful", OURS, ("--speculative-config", json.dumps(config)), model)
+    options = ("--speculative-config", json.dumps(config))
+    guessing = Kind("stateful", OURS, options, write_state_model)
     with pytest.raises(AssertionError, match="died"), fleet.server(guessing):
         pass
     (log,) = fleet.logs.glob("stateful-*.log")

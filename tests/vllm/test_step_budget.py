@@ -12,7 +12,6 @@ from engine_ext.common.step_budget import MIN_PROMPT_TOKENS, TARGET_SHARE
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.vllm import logged_steps
 from tests.vllm.gaps import CHAT_PROMPT_TOKENS, Measured, measure
-from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
 
 # Slow enough that the prompts' time is more than a machine's noise: 12 million parameters.
@@ -32,10 +31,9 @@ def stock(budget: int, model: Path) -> Kind:
 def with_target(model: Path, log: Path) -> Kind:
     """An engine that keeps the target, and logs its steps."""
     ours = {**OURS, "kv_connector_extra_config": {"target_itl_ms": TARGET_MS}}
-    plugins = write_plugin(log.parent / "plugin", logged_steps)
     options = (UNCACHED, "--max-num-batched-tokens", "2048", *SCHEDULER)
-    environment = {**found_in(plugins), logged_steps.LOG: str(log)}
-    return Kind("target", ours, options, model, environment)
+    environment = {logged_steps.LOG: str(log)}
+    return Kind("target", ours, options, model, environment, (logged_steps,))
 
 
 def test_steps_that_decode_keep_the_target_and_answers_are_those_of_stock(

@@ -7,6 +7,7 @@ from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,7 +15,6 @@ import pytest
 from tests.integration.oracle import complete, tokens_of
 from tests.integration.processes import Server, wait_for
 from tests.vllm import forced_async, logged_steps
-from tests.vllm.plugins import found_in, write_plugin
 from tests.vllm.servers import CHUNK, CHUNKS, ONE_WAY, UNCACHED, Fleet, Kind
 
 SECONDS = 400.0
@@ -61,13 +61,13 @@ def test_identity_page_has_the_times_of_steps_that_the_engine_measures(
     fleet: Fleet, tmp_path: Path, is_ahead: bool
 ) -> None:
     log = tmp_path / "steps"
-    plugins = write_plugin(tmp_path, logged_steps)
     options: tuple[str, ...] = (*CHUNKS, UNCACHED)
+    plugins: tuple[ModuleType, ...] = (logged_steps,)
     if is_ahead:
-        write_plugin(tmp_path, forced_async)
-        options += ("--async-scheduling",)
-    environment = {**found_in(plugins), logged_steps.LOG: str(log)}
-    with fleet.server(Kind("steps", ONE_WAY, options, environment=environment)) as server:
+        options, plugins = (*options, "--async-scheduling"), (*plugins, forced_async)
+    environment = {logged_steps.LOG: str(log)}
+    kind = Kind("steps", ONE_WAY, options, environment=environment, plugins=plugins)
+    with fleet.server(kind) as server:
         (rank,) = server.get("/disagg/identity").json()["ranks"]
         assert (rank["max_step_tokens"], rank["max_num_seqs"]) == (CHUNK, 64)
         assert "step_model" not in rank

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.integration.talk import Talk, turns
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
 from tests.vllm.releases import BUILD, RELEASES, of_next
@@ -91,8 +91,7 @@ def test_the_router_lets_nobody_pull_what_is_not_surely_the_same(
 ) -> None:
     """One of the two proves nothing: what may be pulled is the router's to judge."""
     first, second = pair
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    with launcher.router([first], [second], "--decode-first-turns", "0") as router:
+    with fleet.router([first], [second], "--decode-first-turns", "0") as router:
         for number, change in enumerate(("none", "edited", "stripped", "regenerated")):
             talk = Talk(router, change)
             prompt = tokens_of(1000, 140 + number)

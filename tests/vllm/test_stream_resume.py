@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from tests.integration.oracle import all_streamed, complete_all, differences, text_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Server, metric, wait_for
 from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
 LONG = 300
@@ -20,7 +20,6 @@ def test_streams_go_on_at_another_decoder(
     fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     right = complete_all(alone, PROMPTS, max_tokens=LONG)
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     victims = [Kind(name, OURS, SCHEDULER) for name in ("killed", "stopped")]
     with fleet.servers(*victims) as (killed, stopped):
         for victim, end_it in ((killed, killed.kill), (stopped, stopped.process.terminate)):
@@ -30,7 +29,7 @@ def test_streams_go_on_at_another_decoder(
                 end_it()
 
             # Five engines share two cores: one whose load fails for that is one more move.
-            with launcher.router([prefiller], [decoder, victim], *SOON, *OFTEN) as router:
+            with fleet.router([prefiller], [decoder, victim], *SOON, *OFTEN) as router:
                 wait_for(lambda: metric(router, HEALTHY) == 3, "all are asked", 60)
                 assert (
                     differences(right, all_streamed(router, PROMPTS, LONG, end, seconds=200)) == []

@@ -6,7 +6,6 @@ machine of CI is no place to judge times.
 """
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from router.fleet.step_model import StepModel
 from scripts.benchmarks.common import Sample
 from tests.integration.oracle import body_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Server, metric, wait_for
 from tests.vllm.gaps import Chats
 from tests.vllm.measures import COMPUTED
 from tests.vllm.servers import OURS, SCHEDULER, UNCACHED, Fleet, Kind
@@ -27,26 +26,19 @@ CHATS, ROUNDS = 2, 6
 MODEL = TinyModel(layers=8, hidden=320, heads=10, kv_heads=10, intermediate=1024)
 
 
-@pytest.fixture(scope="module")
-def pair(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
-    model = write_tiny_model(tmp_path_factory.mktemp("slower"), MODEL)
-    options = (*SCHEDULER, UNCACHED, "--max-num-batched-tokens", str(BUDGET))
-    with fleet.servers(
-        Kind("itl-p", OURS, options, model), Kind("itl-d", OURS, options, model)
-    ) as servers:
-        yield servers
+def write_slower_model(directory: Path) -> Path:
+    return write_tiny_model(directory, MODEL)
+
+
+OPTIONS = (*SCHEDULER, UNCACHED, "--max-num-batched-tokens", str(BUDGET))
+PAIR = tuple(Kind(f"itl-{side}", OURS, OPTIONS, write_slower_model) for side in "pd")
 
 
 @pytest.fixture(scope="module")
-def launcher(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Launcher:
-    return Launcher(tmp_path_factory.mktemp("itl-logs"), fleet.model, fleet.free_ports)
-
-
-@pytest.fixture(scope="module")
-def steps(pair: list[Server], launcher: Launcher) -> StepModel:
+def steps(fleet: Fleet, pair: list[Server]) -> StepModel:
     """The times of the decode engine's steps, which the router has it measure by trials."""
     prefiller, decoder = pair
-    with launcher.router([prefiller], [decoder], "--target-itl", "0.05") as router:
+    with fleet.router([prefiller], [decoder], "--target-itl", "0.05") as router:
         numbers = iter(range(100))
 
         def has_measured() -> bool:
@@ -94,7 +86,7 @@ def measure(name: str, router: Server, prefiller: Server) -> dict[int, float]:
 
 
 def test_the_decode_engine_computes_what_keeps_the_target_and_no_more(
-    pair: list[Server], launcher: Launcher, steps: StepModel, tmp_path: Path
+    fleet: Fleet, pair: list[Server], steps: StepModel, tmp_path: Path
 ) -> None:
     prefiller, decoder = pair
     # Midway between the two, for the steps are measured again while the chats run.
@@ -103,14 +95,14 @@ def test_the_decode_engine_computes_what_keeps_the_target_and_no_more(
     target = math.sqrt(short * long)
     print(f"\n{steps}, target {target * 1e3:.0f} ms")
     by_load = ("--target-itl", f"{target:.4f}")
-    with launcher.router([prefiller], [decoder], *by_load) as router:
+    with fleet.router([prefiller], [decoder], *by_load) as router:
         computed = measure("by load", router, prefiller)
         assert computed == {SHORT: 0, LONG: ROUNDS * LONG}
         assert alone(router, "sooner") == ROUNDS
     by_tokens = ("--target-itl", "0", "--min-remote-prefill-tokens", str(BUDGET))
-    with launcher.router([prefiller], [decoder], *by_tokens) as router:
+    with fleet.router([prefiller], [decoder], *by_tokens) as router:
         computed = measure("by tokens", router, prefiller)
         assert computed == {SHORT: 0, LONG: 0}
-    with launcher.router([prefiller], [decoder], "--target-itl", "0") as router:
+    with fleet.router([prefiller], [decoder], "--target-itl", "0") as router:
         computed = measure("off", router, prefiller)
         assert computed == {SHORT: ROUNDS * SHORT, LONG: ROUNDS * LONG}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.processes import Launcher, Server
+from tests.integration.processes import Server
 from tests.integration.talk import turns
 from tests.moving_templates import TEMPLATES
 from tests.vllm.releases import BUILD, RELEASES, of_next
@@ -60,9 +60,8 @@ def without_reuse(fleet: Fleet, three: list[Server]) -> Iterator[Server]:
 def router_of(
     fleet: Fleet, three: list[Server], *arguments: str
 ) -> contextlib.AbstractContextManager[Server]:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     valid = str(RETAINED_SECONDS - 5)
-    return launcher.router([three[0]], [three[1]], "--conversation-ttl", valid, *arguments)
+    return fleet.router([three[0]], [three[1]], "--conversation-ttl", valid, *arguments)
 
 
 def ask(server: Server, messages: list[Any], stream: bool, **fields: Any) -> dict[str, Any]:

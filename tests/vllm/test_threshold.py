@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.legs import prefill_body
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Server, metric
 from tests.vllm.measures import COMPUTED
 from tests.vllm.servers import Fleet
 
@@ -56,10 +56,9 @@ def test_prefill_legs_are_not_measured_by_the_threshold(decoder: Server) -> None
 def test_a_prompt_that_the_decoder_refuses_is_prefilled_and_the_next_time_it_answers_alone(
     fleet: Fleet, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
     prompt = tokens_of(500, 81)
     right = complete(alone, prompt)
-    with launcher.router([prefiller], [decoder], "--decode-first-threshold", "0.5") as router:
+    with fleet.router([prefiller], [decoder], "--decode-first-threshold", "0.5") as router:
         for computed in (len(prompt), 0):
             before = metric(prefiller, COMPUTED)
             assert differences([right], [complete(router, prompt)]) == []

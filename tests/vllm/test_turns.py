@@ -1,6 +1,5 @@
 """Conversations through the router, inside unmodified vLLM: right as one vLLM alone."""
 
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -8,18 +7,9 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, post_and_leave, wait_for
+from tests.integration.processes import Server, metric, post_and_leave, wait_for
 from tests.integration.talk import CHAT, TOOLS, Talk, chat, turns
 from tests.vllm.measures import COMPUTED, counted, freed
-from tests.vllm.servers import Fleet
-
-
-@pytest.fixture(scope="module")
-def router(fleet: Fleet, prefiller: Server, decoder: Server) -> Iterator[Server]:
-    """Turns take both legs here, whatever it finds out about its decoder."""
-    launcher = Launcher(fleet.logs, fleet.model, fleet.free_ports)
-    with launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
-        yield server
 
 
 @pytest.mark.parametrize("stream", [True, False])

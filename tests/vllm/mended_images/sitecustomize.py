@@ -1,0 +1,14 @@
+"""Images where torchvision is missing, whose builds do not load beside vLLM's CPU build: vLLM 0.32
+takes one function for all LLaVA models from a module that wants it, and needs it for Pixtral only.
+
+Every interpreter with this folder in PYTHONPATH runs it first: vLLM looks at a model's module in a
+process that has no plugins.
+"""
+
+import sys
+import types
+from typing import Any
+
+without: Any = types.ModuleType("transformers.models.pixtral.image_processing_pixtral")
+without._num_image_tokens = None
+sys.modules[without.__name__] = without
