@@ -9,7 +9,14 @@ from engine_ext.reference.tiny_model import write_tiny_model
 from tests.browser import running_browser
 from tests.conftest import find_free_ports
 from tests.integration.oracle import Answer, complete_all, thirty_six_prompts
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, start_fork_server
+from tests.integration.processes import (
+    BOTH_WAYS,
+    UNCACHED,
+    Launcher,
+    Server,
+    described,
+    start_fork_server,
+)
 
 
 @pytest.fixture(scope="session")
@@ -36,19 +43,33 @@ def expected(alone: Server) -> list[Answer]:
     return complete_all(alone, thirty_six_prompts(), at_once=1)
 
 
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher) -> Iterator[Server]:
-    """For modules about turns; others have their own.
+# The engines of a module that describes none in PREFILLER and DECODER, nor by parametrization. The
+# prefill engine has no prefix cache of its own: what it does not pull, it computes, and counts.
+PREFILLER = described("prefill", UNCACHED, extra=BOTH_WAYS)
+DECODER = described("decode", extra=BOTH_WAYS)
 
-    Without a prefix cache of its own: what it does not pull, it computes, and counts.
-    """
-    with launcher.engine("prefill", "--no-enable-prefix-caching", extra=BOTH_WAYS) as server:
+
+@pytest.fixture(scope="module")
+def prefiller(launcher: Launcher, request: pytest.FixtureRequest) -> Iterator[Server]:
+    start = getattr(request.module, "PREFILLER", PREFILLER)
+    with getattr(request, "param", start)(launcher) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode", extra=BOTH_WAYS) as server:
+def decoder(launcher: Launcher, request: pytest.FixtureRequest) -> Iterator[Server]:
+    start = getattr(request.module, "DECODER", DECODER)
+    with getattr(request, "param", start)(launcher) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def router(
+    launcher: Launcher, prefiller: Server, decoder: Server, request: pytest.FixtureRequest
+) -> Iterator[Server]:
+    """With the options of the module's ROUTER."""
+    options = getattr(request.module, "ROUTER", ())
+    with launcher.router([prefiller], [decoder], *options) as server:
         yield server
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ KILL_TIMEOUT_S = 60
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "prefill_load_timeout": 5.0, "loan_timeout": 5.0}
 """With the default limits of a second, a machine that stands still for a moment costs reuse."""
 REFERENCE = "engine_ext.reference.cli"
+UNCACHED = "--no-enable-prefix-caching"
+"""For a prefill engine, which would find the last turn in its own cache and pull nothing."""
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
 PRELOADED = (
     "engine_ext.reference.host",
@@ -286,6 +288,14 @@ class Launcher:
             "router", command, port, self.directory, "/ready", fork_server=forks
         ) as server:
             yield server
+
+
+Description = Callable[[Launcher], AbstractContextManager[Server]]
+
+
+def described(*arguments: Any, **settings: Any) -> Description:
+    """Return what starts an engine: see `Launcher.engine`."""
+    return lambda launcher: launcher.engine(*arguments, **settings)
 
 
 def leaves_nothing_behind(server: Server, seconds: float = 30) -> None:

@@ -1,29 +1,37 @@
 """Engines whose blocks hold another number of tokens: the same tokens as one engine alone."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack
-
 import pytest
 
 from tests.integration.legs import check_three_turns, decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+from tests.integration.processes import (
+    BOTH_WAYS,
+    UNCACHED,
+    Description,
+    Server,
+    described,
+    metric,
+    wait_for,
+)
 
 LENGTHS = (1, 15, 16, 17, 63, 64, 65, 300, 1001)
 
 
-@pytest.fixture(scope="module", params=[("16", "64"), ("64", "16")], ids=lambda p: "-".join(p))
-def pair(request: pytest.FixtureRequest, launcher: Launcher) -> Iterator[tuple[Server, Server]]:
-    with ExitStack() as stack:
-        yield tuple(
-            stack.enter_context(
-                launcher.engine(name, "--block-size", size, *options, extra=BOTH_WAYS)
-            )
-            for name, size, options in (
-                ("prefill", request.param[0], ("--no-enable-prefix-caching",)),
-                ("decode", request.param[1], ()),
-            )
-        )  # type: ignore[misc] # two
+def of_blocks(prefill_size: str, decode_size: str) -> tuple[Description, Description]:
+    size = "--block-size"
+    return (
+        described("prefill", size, prefill_size, UNCACHED, extra=BOTH_WAYS),
+        described("decode", size, decode_size, extra=BOTH_WAYS),
+    )
+
+
+pytestmark = pytest.mark.parametrize(
+    ("prefiller", "decoder"),
+    [of_blocks("16", "64"), of_blocks("64", "16")],
+    ids=["16-64", "64-16"],
+    indirect=True,
+    scope="module",
+)
 
 
 def freed(server: Server) -> bool:
@@ -31,9 +39,8 @@ def freed(server: Server) -> bool:
 
 
 def test_what_was_prefilled_elsewhere_is_decoded_as_if_here(
-    pair: tuple[Server, Server], alone: Server
+    prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    prefiller, decoder = pair
     prompts = [tokens_of(length, length) for length in LENGTHS]
     right = [complete(alone, prompt) for prompt in prompts]
     got = [decode(decoder, prompt, prefill(prefiller, prompt)).answer for prompt in prompts]
@@ -43,9 +50,8 @@ def test_what_was_prefilled_elsewhere_is_decoded_as_if_here(
 
 
 def test_only_what_the_decoders_cache_lacks_is_fetched(
-    pair: tuple[Server, Server], alone: Server
+    prefiller: Server, decoder: Server, alone: Server
 ) -> None:
-    prefiller, decoder = pair
     start = tokens_of(400, 7)
     for length in (400, 450, 700):
         prompt = [*start, *tokens_of(length - 400, length)]
@@ -54,5 +60,5 @@ def test_only_what_the_decoders_cache_lacks_is_fetched(
     assert metric(decoder, "disagg_engine_prompt_tokens_cached_total") >= 2 * 384
 
 
-def test_turns_go_back_and_forth(pair: tuple[Server, Server], alone: Server) -> None:
-    check_three_turns(*pair, alone, tokens_of(600, 1))
+def test_turns_go_back_and_forth(prefiller: Server, decoder: Server, alone: Server) -> None:
+    check_three_turns(prefiller, decoder, alone, tokens_of(600, 1))

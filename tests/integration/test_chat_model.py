@@ -10,7 +10,7 @@ import pytest
 
 from engine_ext.reference.chat_model import FetchError, provide
 from router.commands.demo.engines import CHAT_MODEL, RECIPE, cache_directory
-from tests.integration.processes import BOTH_WAYS, Launcher, Server
+from tests.integration.processes import BOTH_WAYS, UNCACHED, Launcher, Server
 from tests.integration.talk import USAGE, chat, streamed_chat, turns
 
 # float32, for which it does not matter in how many pieces a prompt is computed.
@@ -43,7 +43,7 @@ def expected(launcher: Launcher, chat_model: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def pair(launcher: Launcher, chat_model: Path) -> Iterator[tuple[Server, Server]]:
     """The prefiller has no cache of its own: what it does not pull, it computes."""
-    alone = ("--no-enable-prefix-caching",)
+    alone = (UNCACHED,)
     with (
         launcher.engine("p", *OPTIONS, *alone, model=chat_model, extra=PULLING) as p,
         launcher.engine("d", *OPTIONS, model=chat_model, extra=PULLING) as d,

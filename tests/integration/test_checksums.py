@@ -15,7 +15,7 @@ from tests.integration import memory_engine, test_plan_nixl
 from tests.integration.legs import decode, decode_body, prefill
 from tests.integration.memory_engine import BLOCKS, LAYERS, TOKENS, WatchedAgent
 from tests.integration.oracle import Answer, complete, differences, text_of
-from tests.integration.processes import Launcher, Server, metric
+from tests.integration.processes import Launcher, Server, described, metric
 from tests.integration.processes import wait_for as reached
 from tests.integration.test_plan_nixl import (
     BLOCKS_OF_16,
@@ -262,12 +262,7 @@ def load(decoder: Engine, params: dict[str, Any], blocks: BlockIds) -> None:
     decoder.step()
 
 
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("prefill", extra=CHECKED) as server:
-        yield server
-
-
+PREFILLER = described("prefill", extra=CHECKED)
 PROMPT = text_of(300, 40)
 
 

@@ -28,13 +28,8 @@ COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 FAILED = "disagg_engine_kv_pulls_failed_total"
 
 
-@pytest.fixture(scope="module")
-def router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
-    """Turns take both legs here, whatever it finds out about its decoder."""
-    with launcher.router([prefiller], [decoder], "--decode-first-turns", "0") as server:
-        yield server
-
-
+# Turns take both legs here, whatever the router finds out about its decoder.
+ROUTER = ("--decode-first-turns", "0")
 MODES: dict[str, Any] = {
     "whole": {},
     "streamed": {"stream": True},

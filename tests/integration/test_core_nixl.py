@@ -76,7 +76,7 @@ class Memory:
 
 
 @pytest.fixture
-def pair(free_ports: Callable[[int], list[int]]) -> Iterator[tuple[Memory, Memory]]:
+def pulling(free_ports: Callable[[int], list[int]]) -> Iterator[tuple[Memory, Memory]]:
     first, second = free_ports(2)
     prefiller, decoder = Memory("p", first, lease=4), Memory("d", second, lease=4)
     yield prefiller, decoder
@@ -90,9 +90,9 @@ SCATTERED: BlockIds = ((3, 60, 8, 41, 2, 40, 39),)
 
 @pytest.mark.parametrize("cached", [0, 32, 96])
 def test_the_missing_blocks_arrive_whole_and_no_other_is_touched(
-    pair: tuple[Memory, Memory], cached: int
+    pulling: tuple[Memory, Memory], cached: int
 ) -> None:
-    prefiller, decoder = pair
+    prefiller, decoder = pulling
     before = decoder.cache.copy()
     params = prefiller.prefill("p-1", DESCENDING)
     decoder.load("d-1", params, SCATTERED, cached)
@@ -107,9 +107,9 @@ def test_the_missing_blocks_arrive_whole_and_no_other_is_touched(
 
 
 def test_a_queued_decoder_keeps_the_lease_and_its_abort_ends_it(
-    pair: tuple[Memory, Memory],
+    pulling: tuple[Memory, Memory],
 ) -> None:
-    prefiller, decoder = pair
+    prefiller, decoder = pulling
     params = prefiller.prefill("p-1", DESCENDING)
     request = Request("d-1", params, TOKENS)
     decoder.connector.scheduler.on_new_request(request)
@@ -124,8 +124,8 @@ def test_a_queued_decoder_keeps_the_lease_and_its_abort_ends_it(
     assert worker.stats().leases_expired == 0
 
 
-def test_a_lease_nobody_reads_runs_out(pair: tuple[Memory, Memory]) -> None:
-    prefiller, _ = pair
+def test_a_lease_nobody_reads_runs_out(pulling: tuple[Memory, Memory]) -> None:
+    prefiller, _ = pulling
     started = time.monotonic()
     prefiller.prefill("p-1", DESCENDING)
     assert prefiller.results() == TransferResults(finished_sending=frozenset(["p-1"]))
@@ -134,9 +134,9 @@ def test_a_lease_nobody_reads_runs_out(pair: tuple[Memory, Memory]) -> None:
 
 
 def test_an_engine_of_another_model_is_not_read(
-    pair: tuple[Memory, Memory], free_ports: Callable[[int], list[int]]
+    pulling: tuple[Memory, Memory], free_ports: Callable[[int], list[int]]
 ) -> None:
-    prefiller, _ = pair
+    prefiller, _ = pulling
     stranger = Memory("o", free_ports(1)[0], model="other")
     before = stranger.cache.copy()
     stranger.load("d-1", prefiller.prefill("p-1", DESCENDING), SCATTERED)

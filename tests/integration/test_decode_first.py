@@ -17,12 +17,6 @@ REJECTED = 'disagg_engine_requests_finished_total{reason="cache_threshold"}'
 
 
 @pytest.fixture(scope="module")
-def router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
-    with launcher.router([prefiller], [decoder]) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def asking_router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
     """Asks the decoder first for everybody."""
     with launcher.router([prefiller], [decoder], "--decode-first-threshold", "0.5") as server:

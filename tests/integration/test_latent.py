@@ -11,7 +11,15 @@ import pytest
 from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
 from tests.integration.legs import check_three_turns, decode, holders, prefill
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server, metric, wait_for
+from tests.integration.processes import (
+    BOTH_WAYS,
+    CONNECTORS,
+    UNCACHED,
+    Launcher,
+    Server,
+    metric,
+    wait_for,
+)
 
 LENGTHS = (1, 15, 16, 17, 31, 32, 33, 65, 300, 1001)
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
@@ -49,7 +57,7 @@ def engines(
             stack.enter_context(
                 launcher.engine(
                     f"latent-{size}",
-                    *("--block-size", size, "--no-enable-prefix-caching"),
+                    *("--block-size", size, UNCACHED),
                     extra=BOTH_WAYS,
                     connector=connector,
                     model=latent,

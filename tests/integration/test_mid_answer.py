@@ -10,7 +10,15 @@ import pytest
 from engine_ext.common.resume_payload import ResumePayload, read_resume_payload
 from tests.integration.legs import PREFILL, coordinates_in, prefill_body
 from tests.integration.oracle import Answer, body_of, complete, differences, text_of, tokens_of
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+from tests.integration.processes import (
+    BOTH_WAYS,
+    UNCACHED,
+    Launcher,
+    Server,
+    described,
+    metric,
+    wait_for,
+)
 
 PUSH = "DisaggPushConnector"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
@@ -20,13 +28,8 @@ LEASES = "disagg_engine_kv_leases_active"
 EXPIRED = "disagg_engine_kv_leases_expired_total"
 
 
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    """What it does not load, it computes."""
-    with launcher.engine(
-        "decode", "--no-enable-prefix-caching", extra=BOTH_WAYS, policy="recompute"
-    ) as server:
-        yield server
+# What it does not load, it computes.
+DECODER = described("decode", UNCACHED, extra=BOTH_WAYS, policy="recompute")
 
 
 def post(server: Server, prompt: Any, params: dict[str, Any], **fields: Any) -> dict[str, Any]:
@@ -175,7 +178,7 @@ def pusher(launcher: Launcher) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def pushed(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("pushed", "--no-enable-prefix-caching", connector=PUSH) as server:
+    with launcher.engine("pushed", UNCACHED, connector=PUSH) as server:
         yield server
 
 

@@ -96,7 +96,7 @@ def puppet(
 
 
 @pytest.fixture
-def pair(puppet: Callable[..., Strings]) -> Callable[..., Pair]:
+def make_pair(puppet: Callable[..., Strings]) -> Callable[..., Pair]:
     def make(operation: str, threads: int = 0, env: dict[str, str] = TCP) -> Pair:
         target, initiator = puppet("target", threads, env), puppet("initiator", threads, env)
         for strings in (target, initiator):
@@ -124,9 +124,9 @@ GIVING_UP = [
 
 @pytest.mark.parametrize("steps", GIVING_UP)
 def test_a_read_that_was_given_up_lands_all_the_same(
-    pair: Callable[..., Pair], steps: list[tuple[Any, ...]]
+    make_pair: Callable[..., Pair], steps: list[tuple[Any, ...]]
 ) -> None:
-    both = pair("READ")
+    both = make_pair("READ")
     both.start_and_stick("READ")
     with both.target.frozen():
         for step in steps:
@@ -141,9 +141,9 @@ def test_a_read_that_was_given_up_lands_all_the_same(
 
 @pytest.mark.parametrize("steps", GIVING_UP)
 def test_a_write_that_was_given_up_goes_on_with_what_its_source_holds_by_then(
-    pair: Callable[..., Pair], steps: list[tuple[Any, ...]]
+    make_pair: Callable[..., Pair], steps: list[tuple[Any, ...]]
 ) -> None:
-    both = pair("WRITE")
+    both = make_pair("WRITE")
     both.start_and_stick("WRITE")
     with both.target.frozen():
         for step in steps:
@@ -153,8 +153,8 @@ def test_a_write_that_was_given_up_goes_on_with_what_its_source_holds_by_then(
     assert both.target.does("count", NEW) > LENGTH // 4
 
 
-def test_a_read_does_not_land_once_its_agent_is_destroyed(pair: Callable[..., Pair]) -> None:
-    both = pair("READ")
+def test_a_read_does_not_land_once_its_agent_is_destroyed(make_pair: Callable[..., Pair]) -> None:
+    both = make_pair("READ")
     both.start_and_stick("READ")
     with both.target.frozen():
         both.initiator.does("destroy")
@@ -165,9 +165,11 @@ def test_a_read_does_not_land_once_its_agent_is_destroyed(pair: Callable[..., Pa
     assert both.initiator.does("count", NEW) == LENGTH
 
 
-def test_a_write_sends_nothing_more_once_its_agent_is_destroyed(pair: Callable[..., Pair]) -> None:
+def test_a_write_sends_nothing_more_once_its_agent_is_destroyed(
+    make_pair: Callable[..., Pair],
+) -> None:
     """What is on its way by then lands when the target works again."""
-    both = pair("WRITE")
+    both = make_pair("WRITE")
     both.start_and_stick("WRITE")
     landed = both.target.does("count", OLD)
     with both.target.frozen():
@@ -182,9 +184,9 @@ def test_a_write_sends_nothing_more_once_its_agent_is_destroyed(pair: Callable[.
 
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
 def test_a_transfer_with_a_frozen_peer_runs_until_it_thaws(
-    pair: Callable[..., Pair], operation: str
+    make_pair: Callable[..., Pair], operation: str
 ) -> None:
-    both = pair(operation)
+    both = make_pair(operation)
     both.start_and_stick(operation)
     with both.target.frozen():
         assert {both.initiator.does("poll", 0) for _ in range(200)} == {"PROC"}
@@ -192,10 +194,10 @@ def test_a_transfer_with_a_frozen_peer_runs_until_it_thaws(
 
 
 def test_polls_after_remove_remote_agent_raise_not_found_while_the_read_goes_on(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
     """NotFound is no end, and no way leads back to one: a peer that was added again is another."""
-    both = pair("READ")
+    both = make_pair("READ")
     both.start_and_stick("READ")
     metadata = both.target.does("metadata")
     both.initiator.does("part", "target")
@@ -209,9 +211,9 @@ def test_polls_after_remove_remote_agent_raise_not_found_while_the_read_goes_on(
 
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
 def test_a_transfer_with_a_killed_peer_raises_remote_disconnect_and_then_nothing_lands(
-    pair: Callable[..., Pair], operation: str
+    make_pair: Callable[..., Pair], operation: str
 ) -> None:
-    both = pair(operation)
+    both = make_pair(operation)
     both.start_and_stick(operation)
     both.target.kill()
 
@@ -227,9 +229,9 @@ def test_a_transfer_with_a_killed_peer_raises_remote_disconnect_and_then_nothing
 
 
 def test_a_reader_that_was_frozen_while_its_holder_refilled_gets_a_mixture_and_done(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
-    both = pair("READ")
+    both = make_pair("READ")
     both.start_and_stick("READ")
     with both.initiator.frozen():
         both.target.does("fill", NEW)
@@ -239,9 +241,9 @@ def test_a_reader_that_was_frozen_while_its_holder_refilled_gets_a_mixture_and_d
 
 
 def test_a_writer_that_was_frozen_writes_over_what_its_target_holds_by_then_and_is_done(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
-    both = pair("WRITE")
+    both = make_pair("WRITE")
     both.start_and_stick("WRITE")
     with both.initiator.frozen():
         both.target.does("fill", NEW)
@@ -252,9 +254,9 @@ def test_a_writer_that_was_frozen_writes_over_what_its_target_holds_by_then_and_
 @pytest.mark.parametrize("operation", ["READ", "WRITE"])
 @pytest.mark.parametrize("step", [DEREGISTER, ("part", "initiator")], ids=lambda step: step[0])
 def test_a_target_cannot_stop_a_transfer_by_deregistering_or_by_removing_its_peer(
-    pair: Callable[..., Pair], operation: str, step: tuple[Any, ...]
+    make_pair: Callable[..., Pair], operation: str, step: tuple[Any, ...]
 ) -> None:
-    both = pair(operation)
+    both = make_pair(operation)
     both.start_and_stick(operation)
     both.target.does(*step)
     both.target.does("fill", NEW)
@@ -265,9 +267,9 @@ def test_a_target_cannot_stop_a_transfer_by_deregistering_or_by_removing_its_pee
 
 
 def test_nothing_is_read_from_a_holder_that_has_destroyed_its_agent(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
-    both = pair("READ")
+    both = make_pair("READ")
     both.start_and_stick("READ")
     with suppress(EOFError, ConnectionError):  # now and then UCX crashes in it
         both.target.does("destroy")
@@ -278,9 +280,9 @@ def test_nothing_is_read_from_a_holder_that_has_destroyed_its_agent(
 
 
 def test_nothing_is_written_to_a_target_that_has_destroyed_its_agent(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
-    both = pair("WRITE")
+    both = make_pair("WRITE")
     both.start_and_stick("WRITE")
     both.target.does("destroy")
     both.target.does("fill", NEW)
@@ -290,10 +292,10 @@ def test_nothing_is_written_to_a_target_that_has_destroyed_its_agent(
 
 
 def test_a_transfer_that_threads_share_lands_with_the_next_one_after_it_was_given_up(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
     """NIXL's worker threads work only while they have a transfer: the late data wait for one."""
-    both = pair("READ", threads=4)
+    both = make_pair("READ", threads=4)
     with both.target.frozen():
         both.start("READ", 0, PIECES // 2)
         both.initiator.does("release", 0)
@@ -322,9 +324,9 @@ def late_with_other_reads(both: Pair) -> int:
 
 
 def test_a_notification_bears_whatever_name_its_sender_chose(
-    puppet: Callable[..., Strings], pair: Callable[..., Pair]
+    puppet: Callable[..., Strings], make_pair: Callable[..., Pair]
 ) -> None:
-    both = pair("READ")
+    both = make_pair("READ")
     forger = puppet("initiator")
     forger.hears()
     forger.does("meet", both.target.does("metadata"))
@@ -338,10 +340,10 @@ def test_a_notification_bears_whatever_name_its_sender_chose(
 
 
 def test_a_reader_that_dies_before_its_holder_has_seen_the_read_takes_the_holder_with_it(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
     """UCX without RDMA answers a READ in software and does not expect that it cannot."""
-    both = pair("READ")
+    both = make_pair("READ")
     both.initiator.does("say", "target", "hello")
     received: list[str] = []
 
@@ -361,10 +363,10 @@ def test_a_reader_that_dies_before_its_holder_has_seen_the_read_takes_the_holder
 
 
 def test_on_one_host_a_read_is_over_without_the_frozen_holders_help(
-    pair: Callable[..., Pair],
+    make_pair: Callable[..., Pair],
 ) -> None:
     """The reader's kernel copies. Only the news that it is done waits for the holder."""
-    both = pair("READ", env={})
+    both = make_pair("READ", env={})
     with both.target.frozen():
         both.start("READ")
         assert both.initiator.does("count", OLD) == LENGTH

@@ -14,7 +14,7 @@ from tests.integration.oracle import (
     streamed,
     text_of,
 )
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, described, metric, wait_for
 
 LONG = 150
 PROMPTS = [text_of(length, 9000 + length) for length in (40, 64, 200, 333, 41, 90, 128, 250)]
@@ -22,10 +22,7 @@ FEW = ("--num-blocks", "24")
 HANDED_BACK = 'disagg_engine_requests_finished_total{reason="cache_threshold"}'
 
 
-@pytest.fixture(scope="module")
-def p(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("prefill", extra=BOTH_WAYS) as server:
-        yield server
+PREFILLER = described("prefill", extra=BOTH_WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +59,20 @@ def ask(server: Server, number: int) -> Answer:
 
 @pytest.mark.parametrize("how_many", [1, 2])
 def test_what_is_handed_back_goes_on(
-    launcher: Launcher, p: Server, decoders: list[Server], right: list[Answer], how_many: int
+    launcher: Launcher,
+    prefiller: Server,
+    decoders: list[Server],
+    right: list[Answer],
+    how_many: int,
 ) -> None:
     used = decoders[:how_many]
     before = handed_back(used)
     options = ("--decode-policy", "round_robin", "--health-timeout", "90")
-    with launcher.router([p], used, *options) as router:
+    with launcher.router([prefiller], used, *options) as router:
         asks = [partial(ask, router, number) for number in range(len(PROMPTS))]
         assert differences(right, all_decoded_together(router, used, asks)) == []
         assert moved(router) == handed_back(used) - before > 0
-        for server in (*used, p):
+        for server in (*used, prefiller):
             wait_for(lambda server=server: is_free(server), f"{server.name} is free")  # type: ignore[misc]
-        assert metric(p, "disagg_engine_kv_leases_expired_total") == 0
+        assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
         assert metric(router, r'disagg_router_requests_total\{.*outcome="ok".*\}') == len(PROMPTS)

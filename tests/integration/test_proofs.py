@@ -1,14 +1,14 @@
 """Two reference engines, real NIXL: a proof that is spoilt on its way never gives another prompt's
 KV to a request."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.integration.legs import decode, decode_body, prefill
 from tests.integration.oracle import complete, differences, text_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Server, described, metric, wait_for
 
 HELD = text_of(300, 7)
 
@@ -28,17 +28,13 @@ def other_than_held(seed: int) -> str:
     return HELD[:150] + text_of(150, seed)
 
 
-@pytest.fixture(scope="module")
-def pair(launcher: Launcher) -> Iterator[tuple[Server, Server]]:
-    with launcher.engine("proof-p") as prefiller, launcher.engine("proof-d") as decoder:
-        yield prefiller, decoder
+PREFILLER, DECODER = described("proof-p"), described("proof-d")
 
 
 @pytest.mark.parametrize(("seed", "how"), list(enumerate(SPOILT)))
 def test_a_spoilt_proof_leaves_the_whole_prompt_to_compute(
-    pair: tuple[Server, Server], alone: Server, seed: int, how: str
+    prefiller: Server, decoder: Server, alone: Server, seed: int, how: str
 ) -> None:
-    prefiller, decoder = pair
     other = other_than_held(seed)
     fetched, unreadable = metric(decoder, FETCHED), metric(decoder, UNREADABLE)
     params = prefill(prefiller, HELD)
@@ -50,8 +46,9 @@ def test_a_spoilt_proof_leaves_the_whole_prompt_to_compute(
     wait_for(lambda: metric(prefiller, LEASES) == 0, "the prefill engine has its blocks back")
 
 
-def test_a_proof_that_got_lost_is_an_error_and_no_byte_moves(pair: tuple[Server, Server]) -> None:
-    prefiller, decoder = pair
+def test_a_proof_that_got_lost_is_an_error_and_no_byte_moves(
+    prefiller: Server, decoder: Server
+) -> None:
     params = prefill(prefiller, HELD)
     del params["prefix_proof"]
     response = decoder.post("/v1/completions", decode_body(other_than_held(99), params))
@@ -71,10 +68,9 @@ MISPLACED: dict[str, Callable[[list[int], list[int]], Any]] = {
 
 @pytest.mark.parametrize("how", MISPLACED)
 def test_a_whole_proof_of_other_blocks_proves_nothing(
-    pair: tuple[Server, Server], alone: Server, how: str
+    prefiller: Server, decoder: Server, alone: Server, how: str
 ) -> None:
     """A proxy that merges, sorts or thins out what it passes on."""
-    prefiller, decoder = pair
     prompt = text_of(300, 50 + list(MISPLACED).index(how))
     fetched = metric(decoder, FETCHED)
     params, others = prefill(prefiller, prompt), prefill(prefiller, text_of(300, 49))

@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import pytest
-
 from tests.integration.legs import prefill
 from tests.integration.oracle import (
     Answer,
@@ -17,25 +15,17 @@ from tests.integration.oracle import (
     text_of,
     thirty_six_prompts,
 )
-from tests.integration.processes import Launcher, Server, metric, pause, post_and_leave, wait_for
+from tests.integration.processes import (
+    Launcher,
+    Server,
+    described,
+    metric,
+    pause,
+    post_and_leave,
+    wait_for,
+)
 
-
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("prefill") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def router(launcher: Launcher, prefiller: Server, decoder: Server) -> Iterator[Server]:
-    with launcher.router([prefiller], [decoder]) as server:
-        yield server
+PREFILLER, DECODER = described("prefill"), described("decode")
 
 
 def released(server: Server) -> bool:

@@ -20,8 +20,10 @@ from tests.integration.legs import (
 from tests.integration.oracle import Answer, complete, complete_all, differences, text_of, tokens_of
 from tests.integration.processes import (
     BOTH_WAYS,
+    UNCACHED,
     Launcher,
     Server,
+    described,
     metric,
     pause,
     post_and_leave,
@@ -34,16 +36,8 @@ EARLY = "disagg_engine_kv_early_blocks_total"
 FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 
 
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("prefill", connector=PUSH) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode", "--no-enable-prefix-caching", connector=PUSH) as server:
-        yield server
+PREFILLER = described("prefill", connector=PUSH)
+DECODER = described("decode", UNCACHED, connector=PUSH)
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +187,7 @@ def test_a_decode_that_is_aborted_frees_the_prefiller_and_is_not_written(
 @pytest.fixture(scope="module")
 def slow(launcher: Launcher) -> Iterator[Server]:
     """A prefiller that computes two blocks a step."""
-    options = ("--max-num-batched-tokens", "64", "--no-enable-prefix-caching")
+    options = ("--max-num-batched-tokens", "64", UNCACHED)
     with launcher.engine("slow", *options, connector=PUSH) as server:
         yield server
 
@@ -302,9 +296,7 @@ def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alo
 
 def test_turns_are_pulled_where_prompts_are_pushed(launcher: Launcher, alone: Server) -> None:
     with (
-        launcher.engine(
-            "prefill", "--no-enable-prefix-caching", connector=PUSH, extra=BOTH_WAYS
-        ) as prefiller,
+        launcher.engine("prefill", UNCACHED, connector=PUSH, extra=BOTH_WAYS) as prefiller,
         launcher.engine("decode", connector=PUSH, extra=BOTH_WAYS) as decoder,
     ):
         check_three_turns(prefiller, decoder, alone, tokens_of(500, 270))
@@ -331,12 +323,8 @@ def served(router: Server, flow: str, at_least: int = 0) -> bool:
 
 def test_routed_turns_are_pulled_by_p_and_pushed_to_d(launcher: Launcher, alone: Server) -> None:
     with (
-        launcher.engine(
-            "turn-p", "--no-enable-prefix-caching", connector=PUSH, extra=BOTH_WAYS
-        ) as p,
-        launcher.engine(
-            "turn-d", "--no-enable-prefix-caching", connector=PUSH, extra=BOTH_WAYS
-        ) as d,
+        launcher.engine("turn-p", UNCACHED, connector=PUSH, extra=BOTH_WAYS) as p,
+        launcher.engine("turn-d", UNCACHED, connector=PUSH, extra=BOTH_WAYS) as d,
         launcher.router([p], [d], "--decode-first-turns", "0") as router,
     ):
         wait_for(lambda: served(router, "push", at_least=1), "the router knows that they push")
@@ -360,7 +348,7 @@ def test_an_engine_that_dies_in_mid_transfer_is_survived(
     right = complete_all(alone, prompts)
     # What a dead P may still write is waited for; over loopback it has landed long before.
     promises = {"kv_lease_duration": 6, "push_write_bound": 5}
-    options = ("--no-enable-prefix-caching",)
+    options = (UNCACHED,)
     with (
         launcher.engine("p1", *options, connector=PUSH, extra=promises) as p1,
         launcher.engine("p2", *options, connector=PUSH, extra=promises) as p2,

@@ -17,7 +17,15 @@ import pytest
 from tests.integration import stopping_engine
 from tests.integration.nixl_puppet import TCP
 from tests.integration.oracle import Answer, body_of, complete, differences, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for, wait_until_stopped
+from tests.integration.processes import (
+    UNCACHED,
+    Launcher,
+    Server,
+    described,
+    metric,
+    wait_for,
+    wait_until_stopped,
+)
 
 SHARED, OWN, LONG = 1280, 50, 4500
 """Tokens that prompts have in common, of each prompt alone, and of the one that keeps the holder
@@ -93,11 +101,8 @@ def running(launcher: Launcher, decoder: Server, **second: Any) -> Iterator[Flee
         yield Fleet(ps, router, enter(ThreadPoolExecutor(4)))
 
 
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher) -> Iterator[Server]:
-    """It lends nothing, so only one engine can."""
-    with launcher.engine("decode", "--no-enable-prefix-caching") as server:
-        yield server
+# It lends nothing, so only one engine can.
+DECODER = described("decode", UNCACHED)
 
 
 @pytest.fixture

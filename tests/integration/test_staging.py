@@ -1,41 +1,42 @@
 """Host buffers: KV that travels between mirrors of the caches is as right as without them."""
 
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from tests.integration.legs import coordinates_in, decode, prefill, prefill_body, take_turn
 from tests.integration.oracle import Answer, complete, differences, text_of, tokens_of
-from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server, metric
+from tests.integration.processes import (
+    BOTH_WAYS,
+    CONNECTORS,
+    Description,
+    Launcher,
+    Server,
+    described,
+    metric,
+)
 
 STAGING = "tests.integration.staging_engine"
 FETCHED = "disagg_engine_prompt_tokens_fetched_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 
 
-@pytest.fixture(scope="module", params=["pull", "push"])
-def mode(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(scope="module")
-def prefiller(launcher: Launcher, mode: str) -> Iterator[Server]:
-    """A small step, so that a prompt takes several."""
+def staging(mode: str) -> tuple[Description, Description]:
+    both: dict[str, Any] = {"module": STAGING, "extra": BOTH_WAYS, "connector": CONNECTORS[mode]}
+    # A small step, so that a prompt takes several.
     small = ("--max-num-batched-tokens", "128")
-    connector = CONNECTORS[mode]
-    with launcher.engine(
-        "prefill", *small, module=STAGING, extra=BOTH_WAYS, connector=connector
-    ) as server:
-        yield server
+    return described("prefill", *small, **both), described("decode", **both)
 
 
-@pytest.fixture(scope="module")
-def decoder(launcher: Launcher, mode: str) -> Iterator[Server]:
-    connector = CONNECTORS[mode]
-    with launcher.engine("decode", module=STAGING, extra=BOTH_WAYS, connector=connector) as server:
-        yield server
+by_pull_and_push = pytest.mark.parametrize(
+    ("mode", "prefiller", "decoder"),
+    [(mode, *staging(mode)) for mode in CONNECTORS],
+    ids=CONNECTORS,
+    indirect=["prefiller", "decoder"],
+    scope="module",
+)
 
 
 def both_legs(prefiller: Server, decoder: Server, prompt: str, mode: str) -> Answer:
@@ -54,6 +55,7 @@ def both_legs(prefiller: Server, decoder: Server, prompt: str, mode: str) -> Ans
     return turn.answer
 
 
+@by_pull_and_push
 @pytest.mark.parametrize("length", [1, 31, 33, 300, 700])
 def test_tokens_and_logprobs_are_those_of_one_engine_alone(
     prefiller: Server, decoder: Server, alone: Server, mode: str, length: int
@@ -66,6 +68,7 @@ def test_tokens_and_logprobs_are_those_of_one_engine_alone(
     assert metric(decoder, FETCHED) == fetched + length
 
 
+@by_pull_and_push
 def test_what_the_prefillers_cache_held_is_saved_too(
     prefiller: Server, decoder: Server, alone: Server, mode: str
 ) -> None:

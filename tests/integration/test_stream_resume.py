@@ -5,7 +5,6 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -21,7 +20,7 @@ from tests.integration.oracle import (
     streamed,
     text_of,
 )
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, Launcher, Server, described, metric, wait_for
 
 LONG = 120
 PROMPTS = [text_of(length, 7000 + length) for length in (40, 64, 200, 333, 700, 41, 90, 128)]
@@ -32,16 +31,7 @@ SOON = ("--health-interval", "0.5", "--health-timeout", "2", "--prefill-timeout"
 CONTINUED = r'disagg_router_handed_over_total\{outcome="continued"\}'
 
 
-@pytest.fixture(scope="module")
-def p(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("prefill", extra=BOTH_WAYS) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def d(launcher: Launcher) -> Iterator[Server]:
-    with launcher.engine("decode", extra=BOTH_WAYS) as server:
-        yield server
+PREFILLER = described("prefill", extra=BOTH_WAYS)
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +48,19 @@ def resumed(router: Server) -> float:
 
 
 def test_the_first_token_is_the_prefillers(
-    launcher: Launcher, p: Server, d: Server, right: list[Answer]
+    launcher: Launcher, prefiller: Server, decoder: Server, right: list[Answer]
 ) -> None:
     computed = "disagg_engine_prompt_tokens_computed_total"
-    with launcher.router([p], [d]) as router:
-        before = metric(d, computed)
+    with launcher.router([prefiller], [decoder]) as router:
+        before = metric(decoder, computed)
         assert differences(right, [complete(router, one, LONG) for one in PROMPTS]) == []
         assert differences(right, [streamed(router, one, LONG) for one in PROMPTS]) == []
-        assert metric(d, computed) == before
+        assert metric(decoder, computed) == before
         assert metric(router, CONTINUED) == 2 * len(PROMPTS)
-        wait_for(lambda: metric(p, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
-        assert metric(p, "disagg_engine_kv_leases_expired_total") == 0
+        wait_for(
+            lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed"
+        )
+        assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
 
 
 LIST = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 30}
@@ -104,10 +96,10 @@ FIELDS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_every_kind_of_chat_is_answered_as_by_one_engine(
-    launcher: Launcher, p: Server, d: Server, alone: Server, stream: bool
+    launcher: Launcher, prefiller: Server, decoder: Server, alone: Server, stream: bool
 ) -> None:
     options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-    with launcher.router([p], [d]) as router:
+    with launcher.router([prefiller], [decoder]) as router:
         for fields in FIELDS:
             body = {"model": "tiny", "messages": CHAT, "temperature": 0, "max_tokens": 30}
             body |= fields | options
@@ -177,11 +169,11 @@ def _used(answer: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_what_is_sampled_without_a_seed_has_the_same_distribution(
-    launcher: Launcher, p: Server, d: Server, alone: Server
+    launcher: Launcher, prefiller: Server, decoder: Server, alone: Server
 ) -> None:
     """Of three tokens, each one of two: the first is drawn by the prefiller, the others by the
     decoder. Pearson's statistic of two samples with eight cells; above 40 once in a million."""
-    with launcher.router([p], [d]) as router:
+    with launcher.router([prefiller], [decoder]) as router:
         ours, theirs = _drawn(router, 400), _drawn(alone, 400)
         assert metric(router, CONTINUED) == 400
     cells = ours.keys() | theirs.keys()
@@ -199,13 +191,13 @@ def _drawn(server: Server, times: int) -> Counter[str]:
 
 @pytest.mark.parametrize("how", ["killed", "frozen", "stopped"])
 def test_streams_go_on_elsewhere(
-    launcher: Launcher, p: Server, d: Server, right: list[Answer], how: str
+    launcher: Launcher, prefiller: Server, decoder: Server, right: list[Answer], how: str
 ) -> None:
     with ExitStack() as stack:
         options = ("--shutdown-timeout", "0")
         victim = stack.enter_context(launcher.engine("victim", *options, extra=BOTH_WAYS))
         router = stack.enter_context(
-            launcher.router([p], [d, victim], *SOON, "--decode-policy", "round_robin")
+            launcher.router([prefiller], [decoder, victim], *SOON, "--decode-policy", "round_robin")
         )
 
         def disturb() -> None:
@@ -219,7 +211,7 @@ def test_streams_go_on_elsewhere(
 
         assert differences(right, all_streamed(router, PROMPTS, LONG, disturb)) == []
         assert resumed(router) > 0
-        wait_for(lambda: metric(d, "disagg_engine_requests_running") == 0, "all is over")
+        wait_for(lambda: metric(decoder, "disagg_engine_requests_running") == 0, "all is over")
 
 
 CHATS, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
@@ -230,12 +222,12 @@ OTHERS = [(MESSAGES, {}), (RESPONSES, {}), *((CHATS, form) for form in FORMS)]
 
 
 def test_streams_in_other_dialects_and_forms_go_on_elsewhere(
-    launcher: Launcher, p: Server, d: Server
+    launcher: Launcher, prefiller: Server, decoder: Server
 ) -> None:
     with ExitStack() as stack:
         victim = stack.enter_context(launcher.engine("victim", extra=BOTH_WAYS))
         router = stack.enter_context(
-            launcher.router([p], [d, victim], *SOON, "--decode-policy", "round_robin")
+            launcher.router([prefiller], [decoder, victim], *SOON, "--decode-policy", "round_robin")
         )
         asked = [(*other, number) for other in OTHERS for number in (1, 2)]
         right = [_told(router, *one) for one in asked]
@@ -278,7 +270,7 @@ def _delta(event: dict[str, Any]) -> str:
 
 @pytest.mark.nightly
 def test_killed_at_random_again_and_again(
-    launcher: Launcher, p: Server, right: list[Answer]
+    launcher: Launcher, prefiller: Server, right: list[Answer]
 ) -> None:
     """Of the decoders one is killed, and another comes in its place."""
     dice = random.Random(16)
@@ -292,7 +284,7 @@ def test_killed_at_random_again_and_again(
 
         decoders = [start(place) for place in places]
         router = stack.enter_context(
-            launcher.router([p], decoders, *SOON, "--decode-policy", "round_robin")
+            launcher.router([prefiller], decoders, *SOON, "--decode-policy", "round_robin")
         )
         for _ in range(3):
             killed: list[int] = []

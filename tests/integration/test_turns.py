@@ -4,12 +4,10 @@ import time
 
 from tests.integration.legs import check_three_turns, decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, UNCACHED, Launcher, Server, metric, wait_for
 
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 GRANTED = "disagg_engine_kv_leases_granted_total"
-UNCACHED = "--no-enable-prefix-caching"
-"""Of a prefill engine, which would find the last turn in its own cache and pull nothing."""
 
 
 def freed(server: Server) -> bool:

@@ -7,10 +7,8 @@ import pytest
 from engine_ext.wire.errors import EXTENSION_VERSION
 from tests.integration.legs import decode, decode_body, prefill, take_turn
 from tests.integration.oracle import complete, differences, text_of
-from tests.integration.processes import CONNECTORS, Launcher, Server, metric, wait_for
+from tests.integration.processes import CONNECTORS, UNCACHED, Launcher, Server, metric, wait_for
 
-UNCACHED = "--no-enable-prefix-caching"
-"""Of a prefill engine, which would find the last turn in its own cache and pull nothing."""
 OURS, NEWER = "engine_ext.reference.cli", "tests.integration.newer_engine"
 LEASES = "disagg_engine_kv_leases_active"
 REFUSED = "disagg_engine_kv_pulls_refused_total"
