@@ -56,7 +56,7 @@ from tests.vllm.inside import (
     step_budget_cases,
     weight_cases,
 )
-from tests.vllm.inside.in_process import Engine
+from tests.vllm.inside.in_process import Engine, refusal
 from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
 
 THRESHOLD = {"global_cache_hit_threshold": 0.5}
@@ -532,14 +532,6 @@ def a_permuted_layout_is_passed_on(model: Path) -> None:
     )
     given: Any = SimpleNamespace(kv_transfer_config=transfer)
     assert describe.connector_config(given).permute_layout
-
-
-def refusal(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    raise AssertionError("not refused")
 
 
 def cases() -> Iterator[tuple[str, Case]]:

@@ -19,7 +19,7 @@ from engine_ext.vllm.optional.load_failures import LOAD_FAILURES
 from engine_ext.vllm.optional.steps import STEP_BUDGET
 from engine_ext.vllm.optional.streams import STREAMS
 from engine_ext.vllm.optional.without_patch import FAILURE_POLICY, SCHEDULER
-from tests.vllm.inside.in_process import Engine
+from tests.vllm.inside.in_process import Engine, refusal
 
 OURS = "engine_ext.vllm.scheduler.DisaggScheduler"
 IN_STREAMS = {"cache_hit_threshold", "begun", "hand_back", "load_failures"}
@@ -134,14 +134,6 @@ def what_is_asked_for_and_off_is_refused_by_name(model: Path) -> None:
             words = refusal(partial(Engine, model, scheduler_cls=OURS, extra=extra))
         assert f"{feature.name}" in words, words
         assert "planted" in words, words
-
-
-def refusal(start: Callable[[], Engine]) -> str:
-    try:
-        start()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    return ""
 
 
 def what_is_off_is_not_promised(model: Path) -> None:

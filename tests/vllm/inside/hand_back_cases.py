@@ -16,7 +16,7 @@ from engine_ext.vllm.compat import support
 from engine_ext.vllm.optional.answers import PREEMPTION_RETURN
 from engine_ext.vllm.optional.answers.patch_requests import prepare
 from engine_ext.vllm.optional.answers.resumed_request import CANNOT_RESUME, cannot_resume
-from tests.vllm.inside.in_process import Ended, Engine
+from tests.vllm.inside.in_process import Ended, Engine, refusal
 
 SCHEDULERS = tuple(
     f"engine_ext.vllm.scheduler.{name}" for name in ("DisaggScheduler", "DisaggAsyncScheduler")
@@ -113,14 +113,6 @@ def what_the_engine_cannot_keep_is_refused_at_start(model: Path) -> None:
     assert "hand_back" in problem
     problem = refusal(lambda: Engine(model, scheduler_cls=SCHEDULERS[0], extra={"hand_back": 1}))
     assert "hand_back" in problem
-
-
-def refusal(start: Callable[[], object]) -> str:
-    try:
-        start()
-    except ValueError as error:
-        return str(error)
-    raise AssertionError("not refused")
 
 
 def requests_that_go_on_nowhere_else_say_so(model: Path) -> None:

@@ -4,6 +4,7 @@ The workers are our connector's worker halves without their owner threads: what 
 with the orders is done by `Rank`, at once.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -237,3 +238,12 @@ class Engine:
             self.ended[output.request_id] = Ended(
                 str(reason), len(output.new_token_ids), output.kv_transfer_params
             )
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """Return the words with which the action is refused."""
+    try:
+        action()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    raise AssertionError("not refused")

@@ -13,7 +13,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from engine_ext.common.step_costs import StepCosts, StepWork
 from engine_ext.vllm import describe
-from tests.vllm.inside.in_process import BLOCK, LAYER, NUM_BLOCKS, Engine, configuration
+from tests.vllm.inside.in_process import BLOCK, LAYER, NUM_BLOCKS, Engine, configuration, refusal
 
 SCHEDULERS = tuple(
     f"engine_ext.vllm.scheduler.{name}" for name in ("DisaggScheduler", "DisaggAsyncScheduler")
@@ -133,24 +133,16 @@ def an_error_costs_the_target_alone(scheduler: str, model: Path) -> None:
     assert chunks_of(engine, add(engine, "next", 100)) == [100]
 
 
-def refusal(action: Callable[[], Any]) -> str:
-    try:
-        action()
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def what_cannot_keep_a_target_refuses_it(model: Path) -> None:
-    def problem(scheduler: str | None, target: Any, is_chunked: bool = True) -> str:
-        config = configuration(model, "fail", scheduler, {"target_itl_ms": target})
+    def target(scheduler: str | None, asked: Any, is_chunked: bool = True) -> float | None:
+        config = configuration(model, "fail", scheduler, {"target_itl_ms": asked})
         config.scheduler_config.enable_chunked_prefill = is_chunked
-        return refusal(lambda: describe.target_itl_ms(config, describe.connector_config(config)))
+        return describe.target_itl_ms(config, describe.connector_config(config))
 
-    assert problem(SCHEDULERS[0], 50) == ""
-    assert "--scheduler-cls" in problem(None, 50)
-    assert "chunked prefill" in problem(SCHEDULERS[0], 50, is_chunked=False)
-    assert "target_itl_ms" in problem(SCHEDULERS[0], 0)
+    assert target(SCHEDULERS[0], 50) == 50
+    assert "--scheduler-cls" in refusal(partial(target, None, 50))
+    assert "chunked prefill" in refusal(partial(target, SCHEDULERS[0], 50, is_chunked=False))
+    assert "target_itl_ms" in refusal(partial(target, SCHEDULERS[0], 0))
 
 
 def a_target_that_no_connector_of_ours_reads_is_refused(model: Path) -> None:

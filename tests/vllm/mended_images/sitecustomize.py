@@ -7,8 +7,7 @@ process that has no plugins.
 
 import sys
 import types
-from typing import Any
 
-without: Any = types.ModuleType("transformers.models.pixtral.image_processing_pixtral")
-without._num_image_tokens = None
+without = types.ModuleType("transformers.models.pixtral.image_processing_pixtral")
+vars(without)["_num_image_tokens"] = None
 sys.modules[without.__name__] = without

@@ -8,12 +8,14 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from engine_ext.common.config import LoadFailurePolicy
+from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.load_failure import LoadFailures
 from engine_ext.common.orders import StepMetadata
 from engine_ext.common.types import (
     BlockIds,
+    CacheGeometry,
     ConnectorStats,
+    EngineIdentity,
     EngineRequest,
     FinishDecision,
     FinishStatus,
@@ -30,6 +32,7 @@ from engine_ext.reference.messages import GenerateRequest, RequestOutput, Sampli
 from engine_ext.reference.model import Decoder
 from engine_ext.reference.model_config import read_model_config
 from engine_ext.scheduler.loans import PrefixCache, PromptKeys
+from engine_ext.scheduler.scheduler import SchedulerConnector
 from engine_ext.worker.staging import StagingFactory
 
 BLOCK = 8
@@ -312,6 +315,25 @@ class FakeConnector:
 
     def shutdown(self) -> None:
         self.was_shut_down = True
+
+
+@dataclass
+class LoadlessConnector:
+    """The real scheduler half, and a worker half whose results the test gives."""
+
+    config: ConnectorConfig
+    geometry: CacheGeometry
+    worker: FakeWorker = field(default_factory=lambda: FakeWorker([]))
+
+    def __post_init__(self) -> None:
+        identity = EngineIdentity(self.config.engine_id, "x", 1)
+        self.scheduler = SchedulerConnector(self.config, identity, self.geometry)
+
+    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
 
 
 def copy_blocks(

@@ -9,20 +9,17 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.orders import LoanAnswer, Revoke, StepMetadata
 from engine_ext.common.types import (
     CacheGeometry,
-    EngineIdentity,
     LoanRequest,
-    Region,
     TransferResults,
 )
 from engine_ext.reference.block_manager import chain_digest
 from engine_ext.reference.model import Decoder
-from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.worker.staging import StagingFactory
 from tests.unit.engine_ext.orders import ordered
 from tests.unit.reference.core.harness import (
     BLOCK,
     Driver,
     FakeWorker,
+    LoadlessConnector,
     greedy,
     make_core,
     prompt,
@@ -45,21 +42,6 @@ class RecordingWorker(FakeWorker):
         self.revoked += ordered(meta, Revoke)
 
 
-class LendingConnector:
-    """The real scheduler half, and leases that the test ends."""
-
-    def __init__(self, geometry: CacheGeometry) -> None:
-        config = ConnectorConfig(engine_id="h")
-        self.scheduler = SchedulerConnector(config, EngineIdentity("h", "x", 1), geometry)
-        self.worker = RecordingWorker()
-
-    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
-
-
 def keys_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
     keys: list[bytes] = []
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
@@ -69,15 +51,16 @@ def keys_of(tokens: Sequence[int]) -> tuple[bytes, ...]:
 
 class Lender(Driver):
     def __init__(self, model_dir: Path, decoder: Decoder) -> None:
-        def connect(_: object, geometry: CacheGeometry) -> LendingConnector:
-            self.connector = LendingConnector(geometry)
-            return self.connector
+        self.worker = RecordingWorker()
+
+        def connect(_: object, geometry: CacheGeometry) -> LoadlessConnector:
+            return LoadlessConnector(ConnectorConfig(engine_id="h"), geometry, self.worker)
 
         core = make_core(model_dir, connect=connect, model=decoder, max_num_batched_tokens=64)
         super().__init__(core)
 
     def ask(self, tokens: Sequence[int]) -> LoanAnswer:
-        worker = self.connector.worker
+        worker = self.worker
         asked = LoanRequest("r", 1, self.core.scheduler.scheme, keys_of(tokens))
         worker.results = TransferResults(loan_requests=(asked,))
         assert self.core.has_work, "an idle engine takes a step for it"
@@ -87,7 +70,7 @@ class Lender(Driver):
         return worker.loans.pop()
 
     def end(self, loan_id: str) -> None:
-        self.connector.worker.report(sent=[loan_id])
+        self.worker.report(sent=[loan_id])
         self.step()
 
 
@@ -139,11 +122,11 @@ def test_only_blocks_that_a_finished_step_has_written_are_lent(lender: Lender) -
     lender.add(request("long", tokens, greedy(1)))
     lender.step()
     asked = LoanRequest("r", 1, lender.core.scheduler.scheme, keys_of(tokens))
-    lender.connector.worker.results = TransferResults(loan_requests=(asked,))
+    lender.worker.results = TransferResults(loan_requests=(asked,))
     lender.step()
     computed = 128
     lender.step()
-    (loan,) = lender.connector.worker.loans
+    (loan,) = lender.worker.loans
     assert loan.num_tokens == min(computed, NUM_BLOCKS // 8 * BLOCK)
     lender.finish("long")
     lender.end(loan.loan_id)
@@ -157,7 +140,7 @@ def test_a_request_that_finds_no_blocks_gets_those_that_are_lent(lender: Lender)
     lender.add(request("large", prompt(1000, 3), greedy(1)))
     for _ in range(3):
         lender.step()
-    assert lender.connector.worker.revoked == [loan.loan_id]
+    assert lender.worker.revoked == [loan.loan_id]
     assert not lender.is_finished("large"), "its blocks are lent until the reader has confirmed"
     lender.end(loan.loan_id)
     lender.finish("large")

@@ -8,38 +8,22 @@ import pytest
 
 from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.prefix_hashes import PrefixHashes
-from engine_ext.common.types import CacheGeometry, EngineIdentity, Region
 from engine_ext.reference.model import Decoder
-from engine_ext.scheduler.scheduler import SchedulerConnector
-from engine_ext.worker.staging import StagingFactory
 from tests.unit.reference.core.conftest import MakeDriver
 from tests.unit.reference.core.harness import (
     BLOCK,
     Driver,
     FakeWorker,
+    LoadlessConnector,
     greedy,
     make_core,
     prompt,
     request,
 )
 
+TURNS = ConnectorConfig(engine_id="p", bidirectional=True, recompute_threshold=8)
 HELD = 64
 """Tokens of the prompt that the decode engine holds."""
-
-
-class RealHalf:
-    """The real scheduler half, and loads that the test ends."""
-
-    def __init__(self, geometry: CacheGeometry) -> None:
-        config = ConnectorConfig(engine_id="p", bidirectional=True, recompute_threshold=8)
-        self.scheduler = SchedulerConnector(config, EngineIdentity("p", "x", 1), geometry)
-        self.worker = FakeWorker([])
-
-    def start(self, regions: Sequence[Region], stage: StagingFactory | None = None) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass
 
 
 def last_turn(tokens: Sequence[int]) -> dict[str, Any]:
@@ -62,7 +46,7 @@ def driver(model_dir: Path, decoder: Decoder) -> Driver:
     return Driver(
         make_core(
             model_dir,
-            connect=lambda _, geometry: RealHalf(geometry),
+            connect=lambda _, geometry: LoadlessConnector(TURNS, geometry),
             model=decoder,
             num_blocks=18,
             max_num_batched_tokens=8,
@@ -76,7 +60,7 @@ def park_turn(driver: Driver) -> FakeWorker:
     driver.add(request("turn", tokens, greedy(1), last_turn(tokens)))
     driver.step_until(lambda: driver.core.stats().num_waiting_for_remote_kv == 1)
     half: Any = driver.core.connector
-    assert isinstance(half, RealHalf)
+    assert isinstance(half, LoadlessConnector)
     return half.worker
 
 
