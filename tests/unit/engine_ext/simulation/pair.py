@@ -12,6 +12,13 @@ def tokens(seed: int, length: int = 10) -> list[int]:
     return [seed * 1000 + position for position in range(length)]
 
 
+def connected(mode: str, **config: Any) -> "Pair":
+    """Return a pair whose engines have met: a request has been served."""
+    pair = Pair(mode, **config)
+    assert pair.is_served()
+    return pair
+
+
 class Pair:
     """One prefill and one decode engine, and what a router does between them."""
 

@@ -10,7 +10,7 @@ from engine_ext.wire.notifications import PushDone, decode_notification, encode_
 from engine_ext.worker.agent import TransferState
 from tests.unit.engine_ext.simulation.agents import SimTransfer
 from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE, NUM_BLOCKS
-from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
+from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, connected, tokens
 from tests.unit.engine_ext.simulation.world import CALM, SimRequest, Weather
 
 PROMPT = tokens(9, 5 * BLOCK_SIZE - 1)
@@ -93,8 +93,7 @@ def test_what_is_computed_is_written_at_once_and_believed_when_all_is() -> None:
 
 
 def test_what_stood_when_the_decoder_came_is_written_then() -> None:
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     leg = pair.prefiller.prefill("cmpl-x9-0-0000000a", PROMPT)
     pair.prefiller.compute(leg, 3 * BLOCK_SIZE + 1)
     pair.world.pass_time(1.0)
@@ -296,8 +295,7 @@ def test_a_stranger_who_confirms_the_request_frees_no_block_that_is_read() -> No
 
 
 def test_prompts_that_differ_are_not_written_early() -> None:
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     leg = pair.prefiller.prefill("cmpl-x9-0-0000000a", PROMPT)
     pair.decoder.decode(ASKED, [*PROMPT[:-1], 1], pair.where("x9"))
     pair.world.pass_time(1.0)

@@ -15,7 +15,7 @@ from engine_ext.wire.notifications import (
     encode_registration,
 )
 from tests.unit.engine_ext.scheduler.fakes import push_registration
-from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
+from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, connected, tokens
 from tests.unit.engine_ext.simulation.scenario import METHODS
 from tests.unit.engine_ext.simulation.world import SimRequest, Weather
 
@@ -130,8 +130,7 @@ def test_messages_lost_doubled_reordered_or_late_end_each_order_once(
 
 @pytest.mark.parametrize("message", ["registration", "completion"])
 def test_a_push_message_that_was_lost_is_asked_for_again(message: str) -> None:
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     network = pair.world.network
     if message == "registration":
         network.weather = Weather(lose=1.0)
@@ -216,8 +215,7 @@ def test_a_prefiller_with_long_leases_that_dies_is_found_out_as_soon_as_one_with
 
 @pytest.mark.parametrize("lease", [30.0, 600.0])
 def test_a_prefiller_that_stands_still_for_seconds_is_waited_for(lease: float) -> None:
-    pair = Pair("push", lease_duration=lease)
-    assert pair.is_served()
+    pair = connected("push", lease_duration=lease)
     leg = pair.prefiller.prefill("cmpl-x9-0-0000000a", tokens(9))
     pair.decoder.decode("cmpl-x9-0-0000000d", tokens(9), pair.where("x9"))
     for _ in range(4):
@@ -235,8 +233,7 @@ def test_a_prefiller_back_on_its_address_is_used_within_ten_seconds_or_twenty_if
     mode: str, name: str
 ) -> None:
     """A new id is a new engine. With its old one it is taken for silent, after three heartbeats."""
-    pair = Pair(mode)
-    assert pair.is_served()
+    pair = connected(mode)
     died = pair.world.network.now
     pair.prefiller.die()
     del pair.world.engines["p"]
@@ -253,8 +250,7 @@ def test_a_prefiller_back_on_its_address_is_used_within_ten_seconds_or_twenty_if
 
 def test_whose_blocks_a_dead_prefiller_may_write_knocks_at_its_address_once_a_heartbeat() -> None:
     """Where another engine answers by now: each knock is a handshake."""
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     asked = "cmpl-x9-0-0000000d"
     pair.decoder.decode(asked, tokens(9), pair.where("x9"))
     pair.world.pass_time(6)
@@ -302,8 +298,7 @@ def test_a_request_sent_twice_is_never_answered_with_another_requests_kv(
 
 
 def test_a_read_that_nixl_neither_ends_nor_lets_go_of_keeps_its_blocks() -> None:
-    pair = Pair("pull")
-    assert pair.is_served()
+    pair = connected("pull")
     pair.world.network.weather = Weather(transfer=20.0)
     asked = pair.ask()
     pair.world.pass_time(1)
@@ -318,8 +313,7 @@ def test_a_read_that_nixl_neither_ends_nor_lets_go_of_keeps_its_blocks() -> None
 @pytest.mark.parametrize("loss", [False, True])
 def test_a_write_under_way_keeps_the_blocks_of_an_aborted_decode(loss: bool) -> None:
     """Far longer than the grace for a prefiller that cannot be reached."""
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     network = pair.world.network
     network.weather = Weather(transfer=100.0)
     request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
@@ -357,8 +351,7 @@ def test_a_retry_after_an_attempt_that_never_reached_p_is_served_or_ends_soon(
 ) -> None:
     """Same X-Request-Id, no transfer_id, and a prefill that is faster than D. Soon after D has
     withdrawn the first, P takes what it offers for the first's."""
-    pair = Pair("push", registration_timeout=480.0)
-    assert pair.is_served()
+    pair = connected("push", registration_timeout=480.0)
     first = SimRequest("cmpl-x-0-0000000d", tokens(7), pair.where("x"))
     pair.decoder.queue(first)
     pair.world.pass_time(1.0)
@@ -399,8 +392,7 @@ def test_a_decline_that_comes_during_the_next_attempt_does_not_leave_it_waiting(
 def test_a_request_declined_in_the_queue_is_served_when_it_is_tried_again(declined: str) -> None:
     """The first attempt's blocks are free at once, and the second's registration waits for its
     own, however long that takes."""
-    pair = Pair("push", registration_timeout=480.0)
-    assert pair.is_served()
+    pair = connected("push", registration_timeout=480.0)
     leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(7))
     first = pair.decoder.queue(SimRequest("cmpl-x-0-0000000d", tokens(7), pair.where("x")))
     pair.world.pass_time(1.0)
@@ -434,8 +426,7 @@ def test_of_two_requests_of_one_name_each_is_written_its_own(
     number: int, order: str, registers: str
 ) -> None:
     """With the same prompt or another."""
-    pair = Pair("push", registration_timeout=480.0)
-    assert pair.is_served()
+    pair = connected("push", registration_timeout=480.0)
     prompts = {"a": tokens(7), "b": tokens(number)}
     legs = {c: pair.prefiller.prefill(f"cmpl-x-0-0000000{c}", prompts[c]) for c in "ab"}
     finishing = [legs[c] for c in order]
@@ -459,8 +450,7 @@ def test_of_two_requests_of_one_name_each_is_written_its_own(
 def test_a_registration_of_another_prompt_ends_within_seconds_and_costs_the_right_one_nothing(
     first: str,
 ) -> None:
-    pair = Pair("push", registration_timeout=480.0)
-    assert pair.is_served()
+    pair = connected("push", registration_timeout=480.0)
     leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(7))
     if first == "offer":
         pair.prefiller.finish(leg)
@@ -481,8 +471,7 @@ def test_a_registration_of_another_prompt_ends_within_seconds_and_costs_the_righ
 def test_of_two_requests_of_one_name_the_one_that_p_gives_up_costs_the_other_nothing(
     name: str, cancelled: str
 ) -> None:
-    pair = Pair("push", registration_timeout=480.0)
-    assert pair.is_served()
+    pair = connected("push", registration_timeout=480.0)
     legs = {
         c: pair.prefiller.prefill(f"cmpl-x-0-0000000{c}", tokens(number))
         for c, number in NAMESAKES.items()
@@ -511,8 +500,7 @@ def test_of_two_requests_of_one_name_the_one_that_p_gives_up_costs_the_other_not
 def test_a_request_that_ends_during_its_load_is_no_fault_in_log_or_counters(
     mode: str, moment: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair(mode)
-    assert pair.is_served()
+    pair = connected(mode)
     caplog.set_level(logging.WARNING, "engine_ext")
     network, decoder = pair.world.network, pair.decoder
     network.weather = Weather(transfer=5.0)
@@ -539,8 +527,7 @@ def test_a_request_that_ends_during_its_load_is_no_fault_in_log_or_counters(
 def test_a_prefill_that_ends_before_it_is_written_is_no_fault_in_log_or_counters(
     who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     caplog.set_level(logging.WARNING, "engine_ext")
     leg = pair.prefiller.prefill("cmpl-x-0-0000000a", tokens(9))
     request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
@@ -560,8 +547,7 @@ def test_a_prefill_that_ends_before_it_is_written_is_no_fault_in_log_or_counters
 @pytest.mark.parametrize("end", ["written", "withdrawn"])
 def test_a_registration_that_comes_again_after_its_end_is_never_written(end: str) -> None:
     """Its blocks are others' by then, and another attempt of the request offers its KV."""
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     network = pair.world.network
     network.weather = Weather(copies=2, spread=3.0)
     request = pair.decoder.decode("cmpl-x-0-0000000d", tokens(9), pair.where("x"))
@@ -582,8 +568,7 @@ def test_a_registration_that_comes_again_after_its_end_is_never_written(end: str
 
 def test_a_registration_with_other_names_than_its_last_one_stops_nothing() -> None:
     """What a peer sends twice with different names once ended the owner thread's orders."""
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     network, names = pair.world.network, (pair.decoder.agent.name, pair.prefiller.agent.name)
     for transfer_id in ("t1", "t2"):
         extension = PushExtension(

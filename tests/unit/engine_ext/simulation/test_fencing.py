@@ -22,7 +22,7 @@ from engine_ext.wire.notifications import (
     encode_registration,
 )
 from tests.unit.engine_ext.simulation.forger import Forger
-from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
+from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, connected, tokens
 from tests.unit.engine_ext.simulation.stock import StockReader
 from tests.unit.engine_ext.simulation.world import OURS, SimEngine, SimRequest, Weather
 
@@ -222,8 +222,7 @@ def test_blocks_of_a_write_that_was_let_go_are_not_used_before_it_has_landed() -
 
 
 def test_a_load_refused_for_quarantine_tells_its_holder() -> None:
-    pair = Pair("pull", transfer_timeout=5.0)
-    assert pair.is_served()
+    pair = connected("pull", transfer_timeout=5.0)
     pair.world.network.weather = Weather(transfer=100.0)
     pair.ask()
     pair.world.pass_time(8.0)
@@ -339,8 +338,7 @@ def test_blocks_are_never_registered_with_a_prefiller_that_promises_nothing(
 
 
 def test_nothing_is_registered_while_too_much_is_in_quarantine() -> None:
-    pair = Pair("push", quarantine_share=0.1, registration_timeout=10.0)
-    assert pair.is_served()
+    pair = connected("push", quarantine_share=0.1, registration_timeout=10.0)
     pair.decoder.decode("cmpl-y1-0-0000000d", tokens(8), pair.where("y1"))
     pair.world.pass_time(0.5)
     pair.prefiller.freeze(60.0)

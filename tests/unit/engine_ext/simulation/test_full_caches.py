@@ -22,7 +22,7 @@ from tests.unit.engine_ext.simulation.full_caches import (
     failure_of,
 )
 from tests.unit.engine_ext.simulation.memory import BLOCK_SIZE, NUM_BLOCKS
-from tests.unit.engine_ext.simulation.pair import Pair, tokens
+from tests.unit.engine_ext.simulation.pair import connected, tokens
 from tests.unit.engine_ext.simulation.weather import Weather
 from tests.unit.engine_ext.simulation.world import Violation, World
 
@@ -182,8 +182,7 @@ def test_a_prompt_that_is_whole_is_written_rather_than_given_back() -> None:
 
 def test_a_decode_engine_whose_prefill_leg_never_comes_ends_soon() -> None:
     """Whether it has registered, or waits for room."""
-    pair = Pair("push", registration_timeout=480.0)
-    assert pair.is_served()
+    pair = connected("push", registration_timeout=480.0)
     for asks_first in (False, True):
         name = f"cmpl-lost{asks_first}-0-0000000d"
         waiting = SimRequest(name, tokens(9), pair.where(f"lost{asks_first}"))
@@ -202,8 +201,7 @@ def test_a_decode_engine_whose_prefill_leg_never_comes_ends_soon() -> None:
 
 
 def test_a_prefill_engine_that_shuts_down_says_so_to_all_who_wait_for_its_prompts() -> None:
-    pair = Pair("push", registration_timeout=480.0)
-    assert pair.is_served()
+    pair = connected("push", registration_timeout=480.0)
     for number in range(2):
         name = f"cmpl-y{number}-0"
         pair.prefiller.prefill(f"{name}-0000000a", tokens(number))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, tokens
+from tests.unit.engine_ext.simulation.pair import LONGEST, Pair, connected, tokens
 from tests.unit.engine_ext.simulation.world import Weather
 
 MODES = ("pull", "push")
@@ -41,16 +41,14 @@ def test_an_engine_that_cannot_be_reached_is_a_failure_of_the_pair(
 
 
 def test_a_read_that_hangs_is_a_failure_of_the_pair() -> None:
-    pair = Pair("pull")
-    assert pair.is_served()
+    pair = connected("pull")
     pair.world.network.weather = Weather(transfer=10_000.0)
     assert failure(pair, pair.ask()) == {"scope": "pair", "reason": "READ: it took too long"}
     assert failure(pair, pair.ask())["reason"] == "an earlier READ from this engine has not ended"
 
 
 def test_a_lease_that_has_ended_is_a_failure_of_the_request() -> None:
-    pair = Pair("pull")
-    assert pair.is_served()
+    pair = connected("pull")
     leg = pair.prefiller.prefill("cmpl-y-0-0000000a", tokens(9))
     params = pair.prefiller.finish(leg)
     pair.prefiller.scheduler.release(pair.prefiller.name, leg.request_id)
@@ -61,8 +59,7 @@ def test_a_lease_that_has_ended_is_a_failure_of_the_request() -> None:
 
 
 def test_a_prefill_that_ends_is_a_failure_of_the_request() -> None:
-    pair = Pair("push")
-    assert pair.is_served()
+    pair = connected("push")
     leg = pair.prefiller.prefill("cmpl-y-0-0000000a", tokens(9))
     asked = "cmpl-y-0-0000000d"
     assert pair.decoder.decode(asked, tokens(9), pair.where("y")) is not None
@@ -74,8 +71,7 @@ def test_a_prefill_that_ends_is_a_failure_of_the_request() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_request_that_ends_first_has_no_failure(mode: str) -> None:
-    pair = Pair(mode)
-    assert pair.is_served()
+    pair = connected(mode)
     pair.world.network.weather = Weather(transfer=5.0)
     asked = pair.ask()
     pair.world.until(lambda: pair.world.network.transfers)

@@ -125,6 +125,12 @@ def launch() -> Iterator[Launch]:
         yield start
 
 
+@pytest.fixture
+def rank(launch: Launch) -> Rank:
+    """It faces an engine of two ranks."""
+    return launch(1, 2)
+
+
 def finish(rank: Rank, *states: TransferState) -> None:
     for transfer, state in zip(rank.agent.transfers, states, strict=True):
         transfer.state = state
@@ -155,8 +161,7 @@ def test_a_holder_hears_how_many_ranks_read_from_it(launch: Launch) -> None:
     assert [t.notification for t in launch(4, 2, extension=None).reading()] == [b"p-1:2"]
 
 
-def test_one_failed_part_fails_the_load_once_the_other_has_ended(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_one_failed_part_fails_the_load_once_the_other_has_ended(rank: Rank) -> None:
     rank.reading()
     rank.apply(StepMetadata())
     rank.sent()
@@ -169,10 +174,7 @@ def test_one_failed_part_fails_the_load_once_the_other_has_ended(launch: Launch)
     assert rank.agent.peers == []
 
 
-def test_a_part_that_does_not_end_keeps_the_blocks_of_a_load_that_has_failed(
-    launch: Launch,
-) -> None:
-    rank = launch(1, 2)
+def test_a_part_that_does_not_end_keeps_the_blocks_of_a_load_that_has_failed(rank: Rank) -> None:
     rank.reading()
     finish(rank, DONE, RUNNING)
     rank.step(rank.config.transfer_timeout + 1)
@@ -189,8 +191,7 @@ def sequences(rank: Rank) -> list[int]:
     return [read.sequence for read in reads if isinstance(read, wire.Read)]
 
 
-def test_every_holder_must_say_that_its_part_was_in_time(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_every_holder_must_say_that_its_part_was_in_time(rank: Rank) -> None:
     rank.reading()
     finish(rank, DONE, DONE)
     first, second = sequences(rank)
@@ -201,8 +202,7 @@ def test_every_holder_must_say_that_its_part_was_in_time(launch: Launch) -> None
     assert rank.results.take() == OK
 
 
-def test_one_holder_whose_lease_had_ended_fails_the_load(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_one_holder_whose_lease_had_ended_fails_the_load(rank: Rank) -> None:
     rank.reading()
     finish(rank, DONE, DONE)
     rank.hears(wire.ReadAck(sequences(rank)[1], valid=False), 1)
@@ -210,8 +210,7 @@ def test_one_holder_whose_lease_had_ended_fails_the_load(launch: Launch) -> None
     assert rank.stats.reads_unproven == 1
 
 
-def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(rank: Rank) -> None:
     rank.apply(StepMetadata((TrackOrder("d-1", rank.address, "p-1"),)))
     rank.step_until(lambda: len(rank.agent.sent) == 4)
     beats = rank.sent()
@@ -224,8 +223,7 @@ def test_one_ranks_answered_heartbeat_is_no_proof_for_the_other(launch: Launch) 
     assert not rank.results.take()
 
 
-def test_a_release_reaches_every_rank(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_a_release_reaches_every_rank(rank: Rank) -> None:
     rank.apply(StepMetadata((Decline(rank.source()),)))
     rank.step_until(lambda: len(rank.agent.sent) == 4)
     assert rank.sent() == [(f"agent-{i}", wire.Read("p-1")) for i in range(2)]
@@ -241,8 +239,7 @@ def test_copies_of_a_head_are_read_once_and_all_of_them_let_go(launch: Launch) -
     assert [name for name, _ in rank.sent()] == [f"agent-{i}" for i in (1, 3, 5, 7)]
 
 
-def test_a_lease_of_two_readers_is_not_ended_by_one_that_says_it_twice(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_a_lease_of_two_readers_is_not_ended_by_one_that_says_it_twice(rank: Rank) -> None:
     rank.apply(StepMetadata((LeaseGrant("p-1", 30),)))
     for _ in range(2):
         rank.hears(b"p-1:2", 0)
@@ -287,9 +284,8 @@ def generation(messages: list[wire.PushRegistered]) -> int:
 
 
 def test_a_rank_that_waits_for_p_takes_a_whole_step_only_at_a_message_or_every_25_ms(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
-    rank = launch(1, 2)
     number = generation(registered(rank))
     rank.step()
 
@@ -305,8 +301,7 @@ def test_a_rank_that_waits_for_p_takes_a_whole_step_only_at_a_message_or_every_2
     assert rank.results.take() == OK
 
 
-def test_blocks_are_written_when_every_rank_of_p_has_written(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_blocks_are_written_when_every_rank_of_p_has_written(rank: Rank) -> None:
     number = generation(registered(rank))
     rank.hears(wire.PushDone("d-1", number), 0)
     rank.hears(wire.PushDone("d-1", number), 0)
@@ -317,9 +312,8 @@ def test_blocks_are_written_when_every_rank_of_p_has_written(launch: Launch) -> 
 
 
 def test_a_rank_that_will_not_write_makes_the_others_stop_and_the_load_fails_at_once(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
-    rank = launch(1, 2)
     number = generation(registered(rank))
     rank.hears(wire.PushFailed("d-1", number, "no"), 0)
     assert rank.results.take() == FAILED
@@ -332,9 +326,8 @@ def test_a_rank_that_will_not_write_makes_the_others_stop_and_the_load_fails_at_
 
 
 def test_blocks_that_will_be_computed_are_reported_when_no_rank_can_write_any_more(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
-    rank = launch(1, 2)
     number = generation(registered(rank, recomputes=True))
     rank.hears(wire.PushFailed("d-1", number, "no"), 0)
     assert not rank.results.take()
@@ -343,9 +336,8 @@ def test_blocks_that_will_be_computed_are_reported_when_no_rank_can_write_any_mo
 
 
 def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_it_said_that_it_might_write(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
-    rank = launch(1, 2)
     messages = registered(rank)
     rank.hears(wire.PushFailed("d-1", generation(messages), "no"), 0)
     rank.apply(StepMetadata((Fence("d-1"),)))
@@ -357,8 +349,7 @@ def test_a_rank_that_does_not_answer_is_waited_for_as_long_as_it_said_that_it_mi
     assert rank.results.take() == FREE
 
 
-def test_only_the_rank_that_has_not_written_is_asked_again(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_only_the_rank_that_has_not_written_is_asked_again(rank: Rank) -> None:
     rank.hears(wire.PushDone("d-1", generation(registered(rank))), 0)
     rank.sent()
     rank.step(rank.config.heartbeat_interval)
@@ -384,8 +375,7 @@ def gives_back(rank: Rank, number: int, their_rank: int) -> None:
     rank.hears(wire.PushFailed("d-1", number, "other requests", blocks_returned=True), their_rank)
 
 
-def test_blocks_are_given_back_when_every_rank_of_p_has_said_so(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_blocks_are_given_back_when_every_rank_of_p_has_said_so(rank: Rank) -> None:
     number = reclaimed(rank)
     gives_back(rank, number, 0)
     gives_back(rank, number, 0)
@@ -420,9 +410,8 @@ def given_back_in_vain(rank: Rank) -> int:
     return registers_again(rank, number, "agent-0", "agent-1")
 
 
-def test_a_rank_registers_again_where_others_of_ours_have_been_written(launch: Launch) -> None:
+def test_a_rank_registers_again_where_others_of_ours_have_been_written(rank: Rank) -> None:
     """No order ends the registration then."""
-    rank = launch(1, 2)
     again = given_back_in_vain(rank)
     for their_rank in (0, 1):
         rank.hears(wire.PushDone("d-1", again), their_rank)
@@ -430,9 +419,8 @@ def test_a_rank_registers_again_where_others_of_ours_have_been_written(launch: L
 
 
 def test_an_order_that_comes_when_a_rank_has_registered_again_ends_it_when_p_gives_back_anew(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
-    rank = launch(1, 2)
     again = given_back_in_vain(rank)
     rank.apply(StepMetadata((ConfirmReturn("d-1"),)))
     rank.step()
@@ -443,10 +431,9 @@ def test_an_order_that_comes_when_a_rank_has_registered_again_ends_it_when_p_giv
 
 
 def test_blocks_that_were_reported_as_given_back_are_reported_again_when_nothing_writes_there(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
     """For the host reuses them at once: here P is silent after it was registered with again."""
-    rank = launch(1, 2)
     again = given_back_in_vain(rank)
     rank.hears(wire.PushFailed("d-1", again, "no"), 0)
     assert not rank.results.take(), "the other one may write yet"
@@ -454,10 +441,7 @@ def test_blocks_that_were_reported_as_given_back_are_reported_again_when_nothing
     assert rank.results.take() == FAILED
 
 
-def test_where_one_rank_of_p_has_written_the_other_is_registered_with_again(
-    launch: Launch,
-) -> None:
-    rank = launch(1, 2)
+def test_where_one_rank_of_p_has_written_the_other_is_registered_with_again(rank: Rank) -> None:
     number = reclaimed(rank)
     gives_back(rank, number, 0)
     rank.hears(wire.PushDone("d-1", number), 1)
@@ -482,8 +466,7 @@ def test_a_rank_of_p_that_refuses_gives_nothing_back(launch: Launch) -> None:
     assert silent.results.take() == FAILED
 
 
-def test_a_prompt_is_ready_when_every_rank_of_p_holds_it(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_a_prompt_is_ready_when_every_rank_of_p_holds_it(rank: Rank) -> None:
     target = PushTarget(rank.address, 2, "p-1", "t")
     rank.apply(StepMetadata((PushInquiry("d-1", target, b"x"),)))
     question = wire.AwaitPrompt("d-1", b"x", "p-1", "t")
@@ -520,9 +503,8 @@ def register(rank: Rank, their_rank: int, name: str = "p-1", generation: int = 1
 
 
 def test_each_rank_of_d_is_written_as_it_registers_and_blocks_are_freed_after_the_last(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
-    rank = launch(1, 2)
     register(rank, 0)
     offer(rank)
     register(rank, 0)
@@ -536,8 +518,7 @@ def test_each_rank_of_d_is_written_as_it_registers_and_blocks_are_freed_after_th
     assert rank.stats.pushes_ok == 2
 
 
-def test_ranks_that_register_before_the_prefill_ends_are_all_written(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_ranks_that_register_before_the_prefill_ends_are_all_written(rank: Rank) -> None:
     register(rank, 0)
     register(rank, 1)
     offer(rank)
@@ -551,8 +532,7 @@ def offer_partially(rank: Rank) -> None:
     rank.apply(StepMetadata((PartialOffer("p-1", ((1,),), 16, b"x"),)))
 
 
-def test_each_rank_of_d_is_written_early_whenever_it_registers(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_each_rank_of_d_is_written_early_whenever_it_registers(rank: Rank) -> None:
     register(rank, 0)
     offer_partially(rank)
     rank.step_until(lambda: len(rank.agent.transfers) == 1)
@@ -568,9 +548,8 @@ def test_each_rank_of_d_is_written_early_whenever_it_registers(launch: Launch) -
     assert rank.stats.pushes_ok == 2
 
 
-def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(launch: Launch) -> None:
+def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(rank: Rank) -> None:
     """And both ranks are written when they have registered again."""
-    rank = launch(1, 2)
     register(rank, 0)
     register(rank, 1)
     offer_partially(rank)
@@ -597,8 +576,7 @@ def test_blocks_of_a_rank_of_d_that_wants_them_back_are_written_no_more(launch: 
     assert rank.results.take() == SENT
 
 
-def test_a_rank_that_registers_when_the_prefill_has_ended_joins_the_others(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_a_rank_that_registers_when_the_prefill_has_ended_joins_the_others(rank: Rank) -> None:
     register(rank, 0)
     offer_partially(rank)
     rank.step_until(lambda: len(rank.agent.transfers) == 1)
@@ -611,8 +589,7 @@ def test_a_rank_that_registers_when_the_prefill_has_ended_joins_the_others(launc
     assert rank.results.take() == SENT
 
 
-def test_a_prefill_that_is_given_up_halfway_is_refused_to_every_rank(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_a_prefill_that_is_given_up_halfway_is_refused_to_every_rank(rank: Rank) -> None:
     register(rank, 0)
     offer_partially(rank)
     rank.step_until(lambda: rank.agent.transfers)
@@ -626,8 +603,7 @@ def test_a_prefill_that_is_given_up_halfway_is_refused_to_every_rank(launch: Lau
     assert refusals(rank, 2) == ["agent-0", "agent-1"]
 
 
-def test_ranks_that_withdraw_halfway_leave_nothing_to_wait_for(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_ranks_that_withdraw_halfway_leave_nothing_to_wait_for(rank: Rank) -> None:
     register(rank, 0)
     offer_partially(rank)
     rank.step_until(lambda: rank.agent.transfers)
@@ -652,9 +628,8 @@ def refusals(rank: Rank, number: int) -> list[str]:
 
 
 def test_a_rank_that_never_registers_does_not_keep_the_blocks_and_is_refused_later(
-    launch: Launch,
+    rank: Rank,
 ) -> None:
-    rank = launch(1, 2)
     offer(rank)
     register(rank, 0)
     rank.step_until(lambda: rank.agent.transfers)
@@ -666,22 +641,13 @@ def test_a_rank_that_never_registers_does_not_keep_the_blocks_and_is_refused_lat
     assert refusals(rank, 1) == ["agent-1"]
 
 
-def test_a_rank_that_withdraws_is_not_waited_for(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_a_rank_that_withdraws_is_not_waited_for(rank: Rank) -> None:
     offer(rank)
     register(rank, 0)
     rank.step_until(lambda: rank.agent.transfers)
     rank.hears(wire.Withdraw("d-1", 1, "p-1"), 1)
     assert not rank.results.take()
     finish(rank, DONE)
-    assert rank.results.take() == SENT
-
-
-def test_a_withdrawal_before_any_match_frees_the_blocks_once(launch: Launch) -> None:
-    rank = launch(1, 2)
-    offer(rank)
-    for their_rank in (0, 1):
-        rank.hears(wire.Withdraw("d-1", 0, "p-1"), their_rank)
     assert rank.results.take() == SENT
 
 
@@ -697,16 +663,14 @@ def test_a_registration_of_a_rank_that_is_not_ours_to_write_is_refused(
     assert rank.stats.pushes_failed == 1
 
 
-def test_every_rank_of_d_hears_that_the_prefill_was_given_up(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_every_rank_of_d_hears_that_the_prefill_was_given_up(rank: Rank) -> None:
     register(rank, 0)
     rank.apply(StepMetadata((LeaseCancel("p-1"),)))
     register(rank, 1)
     assert refusals(rank, 2) == ["agent-0", "agent-1"]
 
 
-def test_withdrawals_of_all_ranks_are_one_and_spare_the_next_attempt(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_withdrawals_of_all_ranks_are_one_and_spare_the_next_attempt(rank: Rank) -> None:
     offer(rank)
     for their_rank in (0, 1):
         rank.hears(wire.Withdraw("d-1", 0, "p-1"), their_rank)
@@ -716,8 +680,7 @@ def test_withdrawals_of_all_ranks_are_one_and_spare_the_next_attempt(launch: Lau
     assert not rank.results.take()
 
 
-def test_ranks_that_call_one_request_by_other_names_leave_no_name_behind(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_ranks_that_call_one_request_by_other_names_leave_no_name_behind(rank: Rank) -> None:
     register(rank, 0, name="p-1")
     register(rank, 1, name="p-2")
     for their_rank in (0, 1):
@@ -730,8 +693,7 @@ def test_ranks_that_call_one_request_by_other_names_leave_no_name_behind(launch:
 # Holding.
 
 
-def test_a_rank_that_renews_after_its_read_is_no_reader_that_still_waits(launch: Launch) -> None:
-    rank = launch(1, 2)
+def test_a_rank_that_renews_after_its_read_is_no_reader_that_still_waits(rank: Rank) -> None:
     rank.apply(StepMetadata((LeaseGrant("p-1", 30),)))
     rank.hears(wire.Read("p-1", readers=2, sequence=1), 0)
     rank.hears(wire.Renew(2, ("p-1",)), 0)

@@ -11,15 +11,14 @@ from engine_ext.common.orders import StepMetadata, TrackOrder
 from engine_ext.common.types import FinishDecision, LoadProblem, PeerAddress, TransferResults
 from engine_ext.worker.agent import TransferState
 from tests.unit.engine_ext.simulation.agents import Freeze, SimTransfer
-from tests.unit.engine_ext.simulation.pair import Pair, tokens
+from tests.unit.engine_ext.simulation.pair import Pair, connected, tokens
 from tests.unit.engine_ext.simulation.world import Violation, Weather
 
 # Transfers.
 
 
 def reading(weather: Weather, **config: Any) -> tuple[Pair, SimTransfer]:
-    pair = Pair("pull", **config)
-    assert pair.is_served()
+    pair = connected("pull", **config)
     pair.world.network.weather = weather
     pair.ask()
     pair.world.until(lambda: pair.world.network.transfers)
@@ -97,8 +96,7 @@ def test_transfers_of_a_frozen_process_go_on_or_land_when_it_thaws(emulated: boo
 
 
 def test_a_frozen_engine_does_nothing_while_the_others_go_on() -> None:
-    pair = Pair("pull", lease_duration=6.0)
-    assert pair.is_served()
+    pair = connected("pull", lease_duration=6.0)
     pair.ask()
     pair.decoder.freeze(20.0)
     pair.world.pass_time(15.0)
@@ -111,8 +109,7 @@ def test_a_frozen_engine_does_nothing_while_the_others_go_on() -> None:
 def test_a_process_frozen_inside_a_call_returns_to_a_world_that_has_gone_on(
     method: str, moment: Any
 ) -> None:
-    pair = Pair("pull")
-    assert pair.is_served()
+    pair = connected("pull")
     pair.decoder.agent.freeze = Freeze(method, 7.0, moment)
     before = pair.world.now
     pair.ask()
@@ -235,8 +232,7 @@ def change_hands(pair: Pair) -> None:
     ],
 )
 def test_a_block_that_goes_back_too_early_is_found(mode: str, planted: Planted, found: str) -> None:
-    pair = Pair(mode)
-    assert pair.is_served()
+    pair = connected(mode)
     planted(pair)
     pair.world.network.weather = Weather(transfer=2.0)
     with pytest.raises(Violation, match=found):
@@ -303,8 +299,7 @@ def track_for_ever(pair: Pair) -> None:
     ],
 )
 def test_what_is_reported_twice_or_never_is_found(planted: Planted, found: str) -> None:
-    pair = Pair("pull")
-    assert pair.is_served()
+    pair = connected("pull")
     with pytest.raises(Violation, match=found):
         planted(pair)
 
