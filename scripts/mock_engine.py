@@ -287,10 +287,14 @@ class MockEngine:
         )
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def stop(self) -> None:
-        """Refuse connections from now on, and cut those that exist."""
+    def stop_listening(self) -> None:
+        """Refuse connections from now on; those that exist go on."""
         assert self._server is not None
         self._server.close()
+
+    async def stop(self) -> None:
+        """Refuse connections from now on, and cut those that exist."""
+        self.stop_listening()
         connections = list(self.open_connections)
         tasks = [task for connection in connections for task in connection.tasks]
         for task in tasks:

@@ -47,6 +47,10 @@ class Deadlines:
         self.watch: Callable[[Expiring], None] = self._watched.add
         self.drop: Callable[[Expiring], None] = self._watched.discard
 
+    @property
+    def watched_count(self) -> int:
+        return len(self._watched)
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Check deadlines from now on; a second call for the same loop changes nothing."""
         if self._loop is not loop:

@@ -68,6 +68,7 @@ class CompleteAnswer(NamedTuple):
 class EnginePool:
     """All connections to one engine.
 
+    `host`, `port` and `tls` are where new connections go.
     `reads` counts the reads that brought bytes of the engine: while it grows, the engine is alive.
     `memory` bounds the answers that are read whole, apart from those of `fetch`.
     """
@@ -83,9 +84,9 @@ class EnginePool:
     ) -> None:
         self.reads = 0
         self.memory = memory
-        self._tls = tls
-        self._host = host
-        self._port = port
+        self.tls = tls
+        self.host = host
+        self.port = port
         self._limits = limits
         self.deadlines = deadlines
         self._attempts: set[ConnectAttempt] = set()
@@ -100,6 +101,10 @@ class EnginePool:
     @property
     def idle_count(self) -> int:
         return len(self._idle)
+
+    @property
+    def connecting_count(self) -> int:
+        return len(self._attempts)
 
     async def request(self, request: bytes, deadline: float, fresh: bool = False) -> EngineAnswer:
         """Send a request and return its answer once the answer is ready. The caller must close it.
@@ -191,7 +196,7 @@ class EnginePool:
     async def _connect(self, deadline: float) -> EngineConnection:
         loop, limits = asyncio.get_running_loop(), self._limits
         attempt = ConnectAttempt(
-            self._host, self._port, deadline, limits.connect_timeout_s, self.deadlines, self._tls
+            self.host, self.port, deadline, limits.connect_timeout_s, self.deadlines, self.tls
         )
         self._attempts.add(attempt)
         try:

@@ -80,10 +80,10 @@ class RouteFinder:
             PREFILL_POLICIES[settings.prefill_policy],
             POLICIES[settings.decode_policy],
         )
-        self._prefill = GroupPolicies(prefill, prefill_bound, self.index)
-        self._decode = GroupPolicies(decode, self.load_bound, self.index)
+        self.prefill = GroupPolicies(prefill, prefill_bound, self.index)
+        self.decode = GroupPolicies(decode, self.load_bound, self.index)
         # Requests for adapters need a policy that remembers prompts, instead of one by load alone.
-        self._adapter_prefill, self._adapter_decode = self._prefill, self._decode
+        self._adapter_prefill, self._adapter_decode = self.prefill, self.decode
         if settings.prefill_policy in BY_LOAD:
             self._adapter_prefill = GroupPolicies(PrefixAffinity, prefill_bound, self.index)
         if settings.decode_policy in BY_LOAD:
@@ -113,7 +113,7 @@ class RouteFinder:
         session = "" if request.turn is None else request.turn.session
         is_long = request.tokens >= TOKENS_PER_CHUNK
         chunks = hash_chunks(request.body) if is_long and self._chunks_matter() else ()
-        prefill, decode, tokens, marks = self._prefill, self._decode, request.tokens, 0
+        prefill, decode, tokens, marks = self.prefill, self.decode, request.tokens, 0
         adapters = self._fleet.snapshot.adapters
         if adapters and isinstance(request.model, str) and request.model in adapters:
             prefill, decode, marks = self._adapter_prefill, self._adapter_decode, self.index.stride
@@ -171,7 +171,7 @@ class RouteFinder:
         may compute prompts by load."""
         snapshot = self._fleet.snapshot
         if snapshot is not self._looked_at:
-            prefill, decode = self._prefill.uses_feedback, self._decode.uses_feedback
+            prefill, decode = self.prefill.uses_feedback, self.decode.uses_feedback
             self._looked_at, self._needs_chunks = (
                 snapshot,
                 any(
@@ -199,7 +199,7 @@ class RouteFinder:
                 policies.forget(name, engine.group)
 
     def _policies(self) -> Iterable[GroupPolicies]:
-        return self._prefill, self._decode, self._adapter_prefill, self._adapter_decode
+        return self.prefill, self.decode, self._adapter_prefill, self._adapter_decode
 
     def _forget_old_groups(self) -> None:
         for policies in self._policies():

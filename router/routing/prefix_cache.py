@@ -113,6 +113,11 @@ class PrefixAffinity(Policy):
         self._last_chunks: tuple[int, ...] = ()
         self._last_match = NO_MATCH
 
+    @property
+    def num_unanswered(self) -> int:
+        """Prompts that were sent and whose answers are awaited."""
+        return sum(map(len, self._unanswered.values()))
+
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
         """Prefer the engine with the longest match. If it is overloaded, look for shorter matches
         of the other engines."""

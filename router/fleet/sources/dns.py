@@ -78,11 +78,11 @@ class DnsSource:
 
     async def watch(self) -> AsyncGenerator[SourceReport, None]:
         while True:
-            report, pause = await self._look()
+            report, pause = await self.look()
             yield report
             await asyncio.sleep(pause)
 
-    async def _look(self) -> tuple[SourceReport, float]:
+    async def look(self) -> tuple[SourceReport, float]:
         """Return a report and the seconds until the next look."""
         try:
             found = await self._look_up()

@@ -1,4 +1,4 @@
-"""Fixtures: a mock prefill engine, a mock decode engine, a router that uses them, and Redis."""
+"""Fixtures: mock prefill engines, mock decode engines, a router that uses them, and Redis."""
 
 import asyncio
 import contextlib
@@ -36,19 +36,49 @@ async def d() -> AsyncIterator[MockEngine]:
 
 
 @pytest.fixture
+async def p2() -> AsyncIterator[MockEngine]:
+    async with running_engine(usual_prefill) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def p3() -> AsyncIterator[MockEngine]:
+    async with running_engine(usual_prefill) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def d2() -> AsyncIterator[MockEngine]:
+    async with running_engine(usual_decode) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def d3() -> AsyncIterator[MockEngine]:
+    async with running_engine(usual_decode) as engine:
+        yield engine
+
+
+@pytest.fixture
 async def start_router(p: MockEngine, d: MockEngine) -> AsyncIterator[StartRouter]:
-    """Starts a router before `p` and `d`, or others; it is ready when this returns."""
+    """Starts a router before `p` and `d`, or others; it is ready when this returns.
+
+    With `identified` it has also asked each engine for its identity page.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
         async def start(
             *,
             ps: list[MockEngine] | None = None,
             ds: list[MockEngine] | None = None,
+            identified: bool = False,
             **changes: Any,
         ) -> Router:
             settings = settings_for(p=ps or [p], d=ds or [d], **changes)
             router = await stack.enter_async_context(running_router(settings))
             await eventually(lambda: not router.gateway.fleet.unavailable_roles())
+            if identified:
+                await router.knows_identities()
             return router
 
         yield start

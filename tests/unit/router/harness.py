@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from prometheus_client import Counter
 from uvicorn.server import ServerState
 
 from router.fleet.engine import Engine
@@ -95,6 +96,11 @@ class Router:
             10,
         )
 
+    async def knows_identities(self) -> None:
+        """Each engine has been asked for its identity page."""
+        engines = self.gateway.fleet.engines
+        await eventually(lambda: all(e.capabilities.is_identity_known for e in engines))
+
     async def knows_its_engines(self) -> None:
         """Each was asked all that it is asked, and has a connection waiting."""
         engines = self.gateway.fleet.engines
@@ -140,6 +146,12 @@ class RawClient:
     async def until_closed(self) -> bytes:
         async with asyncio.timeout(8):
             return await self.reader.read()
+
+
+def count_of(counter: Counter, *labels: str) -> float:
+    """Return the value of a counter that no registry has."""
+    (metric,) = counter.labels(*labels).collect()
+    return next(sample.value for sample in metric.samples if sample.name.endswith("_total"))
 
 
 def status_of(head: bytes) -> int:

@@ -110,3 +110,9 @@ async def running_engine(
     finally:
         await engine.stop()
         assert not engine.failures, engine.failures
+
+
+@contextlib.asynccontextmanager
+async def running_engines(usual: Script, count: int) -> AsyncIterator[list[MockEngine]]:
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(running_engine(usual)) for _ in range(count)]

@@ -16,7 +16,7 @@ from tests.unit.router.engine_scripts import answer_after, answering, usual_deco
 from tests.unit.router.harness import Router, eventually, post, settings_for
 from tests.unit.router.mock_engine import PARAMS, USUAL
 from tests.unit.router.processes import serving_router
-from tests.unit.router.proxy.test_push import IDENTITY, known
+from tests.unit.router.proxy.test_push import IDENTITY
 from tests.unit.router.test_stalled_clients import _peak, _stalled
 
 KIB, MIB = 1024, 1024 * 1024
@@ -280,7 +280,7 @@ async def test_prefill_answer_that_comes_after_the_end_of_its_request_stays_not_
     """In push mode a decoder may have answered by then."""
     answered = asyncio.Event()
     p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
-    router = await known(await start_router(**LIMITS))
+    router = await start_router(**LIMITS, identified=True)
     p.scripts = [answer_after(answered, large_prefill)]
     assert (await router.complete()).status_code == 200
     answered.set()

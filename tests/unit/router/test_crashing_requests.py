@@ -87,23 +87,22 @@ async def test_two_engines_die_at_a_request_and_no_third_one(
 
 
 async def test_nor_where_the_client_has_some_of_the_answer(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, d3: MockEngine
 ) -> None:
     """Decoders die after their first words; prefillers live."""
     says = STREAM_HEAD + chunk(event("a")[:20])
-    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
-        router = await start_router(ds=[d, d2, d3], health_interval=60)
-        tasks: list[asyncio.Task[None]] = []
-        for engine in (d, d2, d3):
-            dying(engine, tasks, says)
-        answer = await router.stream(prompt=POISON)
-        assert answer.status_code == 502
-        assert asked_for_it([d, d2, d3]) == 2
-        await asyncio.gather(*tasks)
+    router = await start_router(ds=[d, d2, d3], health_interval=60)
+    tasks: list[asyncio.Task[None]] = []
+    for engine in (d, d2, d3):
+        dying(engine, tasks, says)
+    answer = await router.stream(prompt=POISON)
+    assert answer.status_code == 502
+    assert asked_for_it([d, d2, d3]) == 2
+    await asyncio.gather(*tasks)
 
 
 async def test_nor_where_another_goes_on_with_it(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, d3: MockEngine
 ) -> None:
     """A vLLM whose core dies says so in an event of the stream before it goes."""
     p.usual = computes
@@ -116,18 +115,17 @@ async def test_nor_where_another_goes_on_with_it(
 
         return script
 
-    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
-        engines = [d, d2, d3]
-        for engine in (p, *engines):
-            engine.identity = OURS
-        router = await start_router(ds=engines, health_interval=60, max_resumes=5)
-        await router.knows_its_engines()
-        for engine in engines:
-            engine.usual = dies_in_the_middle(engine)
-        answer = await router.stream(prompt=POISON)
-        assert "2 engines died while they worked on this request" in answer.text
-        assert asked_for_it(engines) == 2
-        await asyncio.gather(*tasks)
+    engines = [d, d2, d3]
+    for engine in (p, *engines):
+        engine.identity = OURS
+    router = await start_router(ds=engines, health_interval=60, max_resumes=5)
+    await router.knows_its_engines()
+    for engine in engines:
+        engine.usual = dies_in_the_middle(engine)
+    answer = await router.stream(prompt=POISON)
+    assert "2 engines died while they worked on this request" in answer.text
+    assert asked_for_it(engines) == 2
+    await asyncio.gather(*tasks)
 
 
 async def test_engines_that_only_fail_are_no_deaths(
@@ -143,46 +141,44 @@ async def test_engines_that_only_fail_are_no_deaths(
 
 
 async def test_engines_that_die_one_after_the_other_of_other_causes(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     """One death is no reason to give up."""
-    async with running_engine(usual_decode) as d2:
-        router = await start_router(ds=[d, d2], health_interval=60)
-        tasks: list[asyncio.Task[None]] = []
-        dying(d, tasks)
-        answers = [await router.complete(prompt=POISON) for _ in range(3)]
-        assert [answer.status_code for answer in answers] == [200] * 3
-        await asyncio.gather(*tasks)
+    router = await start_router(ds=[d, d2], health_interval=60)
+    tasks: list[asyncio.Task[None]] = []
+    dying(d, tasks)
+    answers = [await router.complete(prompt=POISON) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200] * 3
+    await asyncio.gather(*tasks)
 
 
 async def test_engine_that_dies_after_it_was_probed_counts_before_the_next_leg(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, d3: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
-        engines, lost = [d, d2, d3], set[MockEngine]()
-        router = await start_router(ds=engines, health_interval=60)
-        await router.knows_its_engines()
+    engines, lost = [d, d2, d3], set[MockEngine]()
+    router = await start_router(ds=engines, health_interval=60)
+    await router.knows_its_engines()
 
-        def loses(engine: MockEngine) -> Script:
-            async def script(request: Received, peer: Peer) -> None:
-                if is_release(request):
-                    return await usual_decode(request, peer)
-                lost.add(engine)
-                peer.reset()
+    def loses(engine: MockEngine) -> Script:
+        async def script(request: Received, peer: Peer) -> None:
+            if is_release(request):
+                return await usual_decode(request, peer)
+            lost.add(engine)
+            peer.reset()
 
-            return script
+        return script
 
-        async def prefills(request: Received, peer: Peer) -> None:
-            if len(lost) == 2:  # both answered the probe
-                await asyncio.gather(*[engine.stop() for engine in lost])
-            await usual_prefill(request, peer)
+    async def prefills(request: Received, peer: Peer) -> None:
+        if len(lost) == 2:  # both answered the probe
+            await asyncio.gather(*[engine.stop() for engine in lost])
+        await usual_prefill(request, peer)
 
-        p.usual = prefills
-        for engine in engines:
-            engine.usual = loses(engine)
-        answer = await router.complete(prompt=POISON)
-        assert "2 engines died while they worked on this request" in answer.text
-        assert len(lost) == 2
+    p.usual = prefills
+    for engine in engines:
+        engine.usual = loses(engine)
+    answer = await router.complete(prompt=POISON)
+    assert "2 engines died while they worked on this request" in answer.text
+    assert len(lost) == 2
 
 
 async def test_request_whose_deadline_comes_before_the_wait_ends_is_refused_at_once(
@@ -227,52 +223,52 @@ def ask(router: Router, **fields: str) -> asyncio.Task[httpx.Response]:
 
 
 async def test_crashing_request_in_company_kills_three_engines_and_all_others_are_answered(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    p2: MockEngine,
+    d2: MockEngine,
+    d3: MockEngine,
 ) -> None:
     """One other request meets it on both prefill engines; decode engines compute the prompts."""
-    async with (
-        running_engine(usual_prefill) as p2,
-        running_engine(usual_decode) as d2,
-        running_engine(usual_decode) as d3,
-    ):
-        router = await start_router(
-            ps=[p, p2], ds=[d, d2, d3], health_interval=60, without_prefiller="decode"
-        )
-        await router.knows_its_engines()
-        tasks: list[asyncio.Task[None]] = []
-        others: list[asyncio.Task[httpx.Response]] = []
+    router = await start_router(
+        ps=[p, p2], ds=[d, d2, d3], health_interval=60, without_prefiller="decode"
+    )
+    await router.knows_its_engines()
+    tasks: list[asyncio.Task[None]] = []
+    others: list[asyncio.Task[httpx.Response]] = []
 
-        def crashes_after(engine: MockEngine, usual: Script, is_time: Script) -> Script:
-            async def script(request: Received, peer: Peer) -> None:
-                if request.json.get("prompt") != POISON:
-                    return await usual(request, peer)
-                await is_time(request, peer)
-                peer.reset()
-                tasks.append(asyncio.create_task(engine.stop()))
+    def crashes_after(engine: MockEngine, usual: Script, is_time: Script) -> Script:
+        async def script(request: Received, peer: Peer) -> None:
+            if request.json.get("prompt") != POISON:
+                return await usual(request, peer)
+            await is_time(request, peer)
+            peer.reset()
+            tasks.append(asyncio.create_task(engine.stop()))
 
-            return script
+        return script
 
-        async def all_have_arrived(request: Received, peer: Peer) -> None:
-            await eventually(lambda: num_asked(p) + num_asked(p2) == (3 if tasks else 2))
+    async def all_have_arrived(request: Received, peer: Peer) -> None:
+        await eventually(lambda: num_asked(p) + num_asked(p2) == (3 if tasks else 2))
 
-        async def all_are_answered(request: Received, peer: Peer) -> None:
-            await asyncio.wait(others)
+    async def all_are_answered(request: Received, peer: Peer) -> None:
+        await asyncio.wait(others)
 
-        for engine in (p, p2):
-            engine.usual = crashes_after(engine, never_answers, all_have_arrived)
-        for engine in (d, d2, d3):
-            engine.usual = crashes_after(engine, usual_decode, all_are_answered)
-        for number in (1, 2):  # one on each prefill engine
-            others.append(ask(router))
-            await eventually(lambda n=number: num_asked(p) + num_asked(p2) == n)  # type: ignore[misc]
-        answer = await router.complete(prompt=POISON)
-        assert answer.status_code == 502
-        assert "3 engines died while they worked on this request" in answer.text
-        assert asked_for_it([p, p2, d, d2, d3]) == 3
-        assert [(await one).status_code for one in others] == [200, 200]
-        assert min(num_asked(p), num_asked(p2)) == 1
-        assert max(num_asked(p), num_asked(p2)) == 2
-        await asyncio.gather(*tasks)
+    for engine in (p, p2):
+        engine.usual = crashes_after(engine, never_answers, all_have_arrived)
+    for engine in (d, d2, d3):
+        engine.usual = crashes_after(engine, usual_decode, all_are_answered)
+    for number in (1, 2):  # one on each prefill engine
+        others.append(ask(router))
+        await eventually(lambda n=number: num_asked(p) + num_asked(p2) == n)  # type: ignore[misc]
+    answer = await router.complete(prompt=POISON)
+    assert answer.status_code == 502
+    assert "3 engines died while they worked on this request" in answer.text
+    assert asked_for_it([p, p2, d, d2, d3]) == 3
+    assert [(await one).status_code for one in others] == [200, 200]
+    assert min(num_asked(p), num_asked(p2)) == 1
+    assert max(num_asked(p), num_asked(p2)) == 2
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("num_killed", [2, 3])
@@ -304,46 +300,49 @@ async def test_engines_killed_at_once_cost_no_request_that_was_in_flight(
 
 
 async def test_loss_of_an_engine_without_the_request_speaks_for_an_outage(
-    start_router: StartRouter, p: MockEngine
+    start_router: StartRouter, p: MockEngine, p2: MockEngine, p3: MockEngine
 ) -> None:
     """Three engines die while only one request is in flight, which was on two of them."""
-    async with running_engine(usual_prefill) as p2, running_engine(usual_prefill) as p3:
-        router = await start_router(ps=[p, p2, p3], without_prefiller="decode")
-        await router.knows_its_engines()
-        engines = {f"127.0.0.1:{one.port}": one for one in (p, p2, p3)}
-        for engine in engines.values():
-            engine.usual = never_answers
-        request = ask(router)
-        await eventually(lambda: any(map(num_asked, engines.values())))
-        first = next(one for one in engines.values() if num_asked(one))
-        await first.stop()
-        await eventually(lambda: sum(map(num_asked, engines.values())) == 2)
-        idle_name, idle = next(one for one in engines.items() if not num_asked(one[1]))
-        await idle.stop()
-        lost = router.gateway.fleet.find(idle_name)
-        assert lost is not None
-        await eventually(lambda: lost.health is Health.UNHEALTHY)
-        await next(one for one in engines.values() if one not in (first, idle)).stop()
-        assert (await request).status_code == 200
+    router = await start_router(ps=[p, p2, p3], without_prefiller="decode")
+    await router.knows_its_engines()
+    engines = {f"127.0.0.1:{one.port}": one for one in (p, p2, p3)}
+    for engine in engines.values():
+        engine.usual = never_answers
+    request = ask(router)
+    await eventually(lambda: any(map(num_asked, engines.values())))
+    first = next(one for one in engines.values() if num_asked(one))
+    await first.stop()
+    await eventually(lambda: sum(map(num_asked, engines.values())) == 2)
+    idle_name, idle = next(one for one in engines.items() if not num_asked(one[1]))
+    await idle.stop()
+    lost = router.gateway.fleet.find(idle_name)
+    assert lost is not None
+    await eventually(lambda: lost.health is Health.UNHEALTHY)
+    await next(one for one in engines.values() if one not in (first, idle)).stop()
+    assert (await request).status_code == 200
 
 
 async def test_engine_lost_long_before_excuses_no_request(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    p2: MockEngine,
+    p3: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(recovery, "OUTAGE_S", 0.0)
-    async with running_engine(usual_prefill) as p2, running_engine(usual_prefill) as p3:
-        router = await start_router(ps=[p, p2, p3], without_prefiller="decode")
-        await router.knows_its_engines()
-        lost = router.gateway.fleet.find(f"127.0.0.1:{p3.port}")
-        assert lost is not None
-        await p3.stop()
-        await eventually(lambda: lost.health is Health.UNHEALTHY)
-        tasks: list[asyncio.Task[None]] = []
-        for engine in (p, p2, d):
-            dying(engine, tasks)
-        assert (await router.complete(prompt=POISON)).status_code == 502
-        assert asked_for_it([p, p2, d]) == 2
-        await asyncio.gather(*tasks)
+    router = await start_router(ps=[p, p2, p3], without_prefiller="decode")
+    await router.knows_its_engines()
+    lost = router.gateway.fleet.find(f"127.0.0.1:{p3.port}")
+    assert lost is not None
+    await p3.stop()
+    await eventually(lambda: lost.health is Health.UNHEALTHY)
+    tasks: list[asyncio.Task[None]] = []
+    for engine in (p, p2, d):
+        dying(engine, tasks)
+    assert (await router.complete(prompt=POISON)).status_code == 502
+    assert asked_for_it([p, p2, d]) == 2
+    await asyncio.gather(*tasks)
 
 
 @pytest.mark.parametrize("is_alone", [True, False])

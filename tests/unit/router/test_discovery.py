@@ -1,7 +1,6 @@
 """Engines that come and go while requests run, and what the router says of its sources."""
 
 import asyncio
-import contextlib
 import json
 import subprocess
 import sys
@@ -18,7 +17,7 @@ from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, c
 from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import event, running_engine
+from tests.unit.router.mock_engine import event, running_engines
 from tests.unit.router.test_settings import ENGINES, FLAGS, problems
 
 CLIENTS = 12
@@ -52,14 +51,14 @@ def discovering(**changes: object) -> Settings:
 
 @pytest.fixture
 async def ps() -> AsyncIterator[list[MockEngine]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running_engine(usual_prefill)) for _ in range(3)]
+    async with running_engines(usual_prefill, 3) as engines:
+        yield engines
 
 
 @pytest.fixture
 async def ds() -> AsyncIterator[list[MockEngine]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running_engine(slow_decode)) for _ in range(3)]
+    async with running_engines(slow_decode, 3) as engines:
+        yield engines
 
 
 def names(router: Router) -> set[int]:

@@ -26,7 +26,7 @@ from tests.conftest import find_free_ports
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, fails, usual_decode, usual_prefill
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
-from tests.unit.router.mock_engine import LendingEngines, running_engine
+from tests.unit.router.mock_engine import LendingEngines
 from tests.unit.router.test_target_itl import RANK, STEP_MODEL
 
 OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
@@ -169,7 +169,7 @@ async def test_prefill_engine_that_cannot_read_from_the_decode_engine_is_named(
     ],
 )
 async def test_a_loan_between_two_prefill_engines_is_tested(
-    p: MockEngine, d: MockEngine, change: str, state: State, text: str
+    p: MockEngine, d: MockEngine, p2: MockEngine, change: str, state: State, text: str
 ) -> None:
     """The mock engines count four ids as one token."""
     lending = LendingEngines()
@@ -177,25 +177,22 @@ async def test_a_loan_between_two_prefill_engines_is_tested(
     if change == "evicted":
         lending.rank["remote_engine_id"] = "empty"
         lending.prompts["empty"] = []
-    async with running_engine(usual_prefill) as p2:
-        lending.rank["loan_scheme"] = "sha256 16"
-        lending.add(p, "p-1")
-        if change == "other keys":
-            lending.rank["loan_scheme"] = "sha256 32"
-        lending.add(p2, "p-2")
-        if change == "failing":
-            p2.usual = fails
-        p2.healthy = change != "one unhealthy"
-        check = found(await examine(settings_of([p, p2], [d])), "prefix borrowed")
-        tested = (p2 if change == "failing" else p).port
-        assert (check.state, check.text[: len(text.format(tested))]) == (state, text.format(tested))
-        assert ("can it reach the side channel" in check.cure) == (state is State.FAIL)
-        if state is State.OK:
-            assert check.subject == f"127.0.0.1:{p2.port} -> 127.0.0.1:{p.port}"
-            (params,) = [
-                one.json["kv_transfer_params"] for one in p.requests if b"holders" in one.body
-            ]
-            assert params["holders"][0]["remote_engine_id"] == "p-2"
+    lending.rank["loan_scheme"] = "sha256 16"
+    lending.add(p, "p-1")
+    if change == "other keys":
+        lending.rank["loan_scheme"] = "sha256 32"
+    lending.add(p2, "p-2")
+    if change == "failing":
+        p2.usual = fails
+    p2.healthy = change != "one unhealthy"
+    check = found(await examine(settings_of([p, p2], [d])), "prefix borrowed")
+    tested = (p2 if change == "failing" else p).port
+    assert (check.state, check.text[: len(text.format(tested))]) == (state, text.format(tested))
+    assert ("can it reach the side channel" in check.cure) == (state is State.FAIL)
+    if state is State.OK:
+        assert check.subject == f"127.0.0.1:{p2.port} -> 127.0.0.1:{p.port}"
+        (params,) = [one.json["kv_transfer_params"] for one in p.requests if b"holders" in one.body]
+        assert params["holders"][0]["remote_engine_id"] == "p-2"
 
 
 @pytest.mark.parametrize(
@@ -336,16 +333,13 @@ async def test_side_channel_that_names_its_own_machine_is_named(
     assert "their own machine" in failed(await examine(settings_of([p], [d])))["side channel"]
 
 
-async def test_each_engine_takes_part_in_a_request(p: MockEngine, d: MockEngine) -> None:
-    async with (
-        running_engine(usual_prefill) as p2,
-        running_engine(usual_decode) as d2,
-        running_engine(usual_decode) as d3,
-    ):
-        await examine(settings_of([p, p2], [d, d2, d3]))
-        assert [len(one.requests) for one in (d, d2, d3)] == [1, 1, 1]
-        assert p.requests
-        assert p2.requests
+async def test_each_engine_takes_part_in_a_request(
+    p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine, d3: MockEngine
+) -> None:
+    await examine(settings_of([p, p2], [d, d2, d3]))
+    assert [len(one.requests) for one in (d, d2, d3)] == [1, 1, 1]
+    assert p.requests
+    assert p2.requests
 
 
 @pytest.mark.parametrize(

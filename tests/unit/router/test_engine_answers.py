@@ -28,10 +28,9 @@ from tests.unit.router.engine_scripts import (
     raw,
     reset,
     usual_decode,
-    usual_prefill,
 )
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import USUAL, event, running_engine
+from tests.unit.router.mock_engine import USUAL, event
 
 WHOLE = b'{"choices":[{}],"kv_transfer_params":{"a":1}}'
 FRAMED = b"content-length: %d\r\n\r\n%b" % (len(WHOLE), WHOLE)
@@ -211,25 +210,25 @@ async def test_prefill_engine_without_kv_is_an_error_where_no_decoder_may_prefil
     start_router: StartRouter,
     p: MockEngine,
     d: MockEngine,
+    p2: MockEngine,
     strict: dict[str, object],
     fields: dict[str, object],
 ) -> None:
     prompt = "a prompt of more than one token"
-    async with running_engine(usual_prefill) as other:
-        router = await start_router(ps=[p, other], **strict)
-        p.usual = answering(200, USUAL)
-        for _ in range(2):
-            assert (await router.complete(prompt=prompt, **fields)).status_code == 200
-        assert len([leg for leg in d.requests if not is_release(leg)]) == 2
-        assert all("kv_transfer_params" in leg.json for leg in d.requests)
-        other.usual, sent = answering(200, USUAL), len(d.requests)
-        answer = await router.complete(prompt=prompt, **fields)
-        assert answer.status_code == 503
-        assert "kv_transfer_params" in answer.json()["error"]["message"]
-        assert len(d.requests) == sent
-        assert router.metric("upstream_errors_total", role="prefill", kind="no_kv") == 3
-        assert router.metric("prefill_without_params_total") == 3
-        assert router.engine(p).breaker.failures == 0
+    router = await start_router(ps=[p, p2], **strict)
+    p.usual = answering(200, USUAL)
+    for _ in range(2):
+        assert (await router.complete(prompt=prompt, **fields)).status_code == 200
+    assert len([leg for leg in d.requests if not is_release(leg)]) == 2
+    assert all("kv_transfer_params" in leg.json for leg in d.requests)
+    p2.usual, sent = answering(200, USUAL), len(d.requests)
+    answer = await router.complete(prompt=prompt, **fields)
+    assert answer.status_code == 503
+    assert "kv_transfer_params" in answer.json()["error"]["message"]
+    assert len(d.requests) == sent
+    assert router.metric("upstream_errors_total", role="prefill", kind="no_kv") == 3
+    assert router.metric("prefill_without_params_total") == 3
+    assert router.engine(p).breaker.failures == 0
 
 
 async def test_prefill_engine_whose_token_ends_the_answer_may_keep_no_kv(

@@ -16,14 +16,13 @@ from tests.unit.router.mock_engine import running_engine
 
 
 async def test_each_engine_has_its_turn(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        router = await start_router(ps=[p, p2], ds=[d, d2])
-        await eventually(lambda: p2.probes and d2.probes)
-        for _ in range(6):
-            await router.complete()
-        assert [len(engine.requests) for engine in (p, p2, d, d2)] == [3, 3, 3, 3]
+    router = await start_router(ps=[p, p2], ds=[d, d2])
+    await eventually(lambda: p2.probes and d2.probes)
+    for _ in range(6):
+        await router.complete()
+    assert [len(engine.requests) for engine in (p, p2, d, d2)] == [3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

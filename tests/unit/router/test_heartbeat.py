@@ -23,11 +23,10 @@ from tests.unit.router.engine_scripts import (
     hanging,
     raw,
     streaming_until,
-    usual_decode,
     usual_prefill,
 )
 from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import event, running_engine
+from tests.unit.router.mock_engine import event
 
 INTERVAL = 0.1
 COMMENT = b": heartbeat\n\n"
@@ -211,7 +210,7 @@ async def test_a_refusal_before_the_first_comment_is_the_answer(
 
 
 async def test_what_could_be_tried_again_still_can_be(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine
 ) -> None:
     """A prefiller and a decoder fail after comments; others answer, and the client sees no seam."""
     gates = [asyncio.Event() for _ in range(2)]
@@ -222,22 +221,21 @@ async def test_what_could_be_tried_again_still_can_be(
         peer.close()
 
     p.scripts = [answer_after(gates[0], hang_up)]
-    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        d.scripts, d2.scripts = [breaks], [breaks]
-        router = await start_router(ps=[p, p2], ds=[d, d2], stream_heartbeat=INTERVAL)
-        stream = Stream(await asking(router))
-        await stream.until_heard(1)
-        gates[0].set()
-        await eventually(lambda: d.requests or d2.requests)
-        heard = stream.body.count(COMMENT)
-        await stream.until_heard(heard + 2)
-        d.scripts, d2.scripts = [], []
-        gates[1].set()
-        assert await stream.rest() == event("a") + event("b") + DONE
+    d.scripts, d2.scripts = [breaks], [breaks]
+    router = await start_router(ps=[p, p2], ds=[d, d2], stream_heartbeat=INTERVAL)
+    stream = Stream(await asking(router))
+    await stream.until_heard(1)
+    gates[0].set()
+    await eventually(lambda: d.requests or d2.requests)
+    heard = stream.body.count(COMMENT)
+    await stream.until_heard(heard + 2)
+    d.scripts, d2.scripts = [], []
+    gates[1].set()
+    assert await stream.rest() == event("a") + event("b") + DONE
 
 
 async def test_the_head_is_that_of_the_decoder_whose_answer_it_is(
-    start_router: StartRouter, d: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     def head(name: bytes) -> bytes:
         return STREAM_HEAD.replace(b"\r\n\r\n", b"\r\nx-decoder: " + name + b"\r\n\r\n")
@@ -245,12 +243,11 @@ async def test_the_head_is_that_of_the_decoder_whose_answer_it_is(
     async def answers(request: Received, peer: Peer) -> None:
         await peer.send(head(b"second") + chunk(event("a") + DONE) + END)
 
-    async with running_engine(usual_decode) as d2:
-        breaks = raw(head(b"first") + chunk(event("wrong")[:20]))
-        d.scripts = d2.scripts = [breaks, answers]
-        router = await start_router(ds=[d, d2], stream_heartbeat=5)
-        answer = await router.stream()
-        assert (answer.headers["x-decoder"], answer.content) == ("second", event("a") + DONE)
+    breaks = raw(head(b"first") + chunk(event("wrong")[:20]))
+    d.scripts = d2.scripts = [breaks, answers]
+    router = await start_router(ds=[d, d2], stream_heartbeat=5)
+    answer = await router.stream()
+    assert (answer.headers["x-decoder"], answer.content) == ("second", event("a") + DONE)
 
 
 async def test_nothing_is_left_of_a_request_that_is_over(router: Router, p: MockEngine) -> None:

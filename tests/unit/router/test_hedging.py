@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
 from time import monotonic as now
 from typing import Any
 
@@ -21,7 +21,6 @@ from tests.unit.router.engine_scripts import (
     fails,
     streaming,
     streaming_until,
-    usual_decode,
 )
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import event, running_engine
@@ -38,30 +37,22 @@ from tests.unit.router.test_resume import (
 
 KNOWS = OURS | {"capabilities": [*CAPABILITIES, "cache_hit_threshold"]}
 REJECTION = [sse(delta({"role": "assistant"})), sse(MARKER), DONE]
-Start = Callable[..., Awaitable[Router]]
 
 
 @pytest.fixture
-async def ds(d: MockEngine) -> AsyncIterator[list[MockEngine]]:
+def ds(d: MockEngine, d2: MockEngine, d3: MockEngine) -> list[MockEngine]:
     """Three decoders that know the threshold."""
-    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
-        engines = [d, d2, d3]
-        for engine in engines:
-            engine.identity, engine.usual = KNOWS, to_the_end
-        yield engines
+    engines = [d, d2, d3]
+    for engine in engines:
+        engine.identity, engine.usual = KNOWS, to_the_end
+    return engines
 
 
 @pytest.fixture
-async def start(start_router: StartRouter, p: MockEngine, ds: list[MockEngine]) -> Start:
+def start_router(start_router: StartRouter, p: MockEngine, ds: list[MockEngine]) -> StartRouter:
     p.identity, p.usual = KNOWS, computes
 
-    async def started(**changes: Any) -> Router:
-        router = await start_router(ds=ds, **({"hedged_decoders": 3} | changes))
-        engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
-        return router
-
-    return started
+    return functools.partial(start_router, ds=ds, hedged_decoders=3, identified=True)
 
 
 async def rejects(request: Received, peer: Peer) -> None:
@@ -99,9 +90,9 @@ async def asked(router: Router, **fields: Any) -> list[str]:
 @pytest.mark.parametrize("others", [says_nothing, is_silent, rejects])
 @pytest.mark.parametrize("winner", [0, 1, 2])
 async def test_the_first_that_accepts_answers_and_the_others_are_left(
-    start: Start, p: MockEngine, ds: list[MockEngine], winner: int, others: Script
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine], winner: int, others: Script
 ) -> None:
-    router = await start()
+    router = await start_router()
     for number, engine in enumerate(ds):
         engine.scripts = [to_the_end if number == winner else others]
     assert await asked(router) == WORDS
@@ -120,9 +111,9 @@ async def test_the_first_that_accepts_answers_and_the_others_are_left(
 
 
 async def test_where_all_reject_both_legs_follow_and_nothing_is_seen(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     for engine in ds:
         engine.usual = rejects
     assert await asked(router) == WORDS
@@ -134,9 +125,9 @@ async def test_where_all_reject_both_legs_follow_and_nothing_is_seen(
 
 
 async def test_of_two_that_accept_in_one_turn_of_the_loop_one_answers(
-    start: Start, ds: list[MockEngine]
+    start_router: StartRouter, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     together = asyncio.Barrier(3)
 
     async def at_once(request: Received, peer: Peer) -> None:
@@ -153,9 +144,9 @@ async def test_of_two_that_accept_in_one_turn_of_the_loop_one_answers(
 
 @pytest.mark.parametrize("fields", [{"stream": False}, {"cache_hit_threshold": 0}, {"n": 2}])
 async def test_one_decoder_is_asked_where_more_would_compute(
-    start: Start, ds: list[MockEngine], fields: dict[str, Any]
+    start_router: StartRouter, ds: list[MockEngine], fields: dict[str, Any]
 ) -> None:
-    router = await start()
+    router = await start_router()
     answer = await router.complete(**({"stream": True, "cache_hit_threshold": 0.5} | fields))
     assert answer.status_code == 200
     assert sum(len(legs(engine)) for engine in ds) == 1
@@ -164,10 +155,10 @@ async def test_one_decoder_is_asked_where_more_would_compute(
 
 @pytest.mark.parametrize("capabilities", [CAPABILITIES, None])
 async def test_an_engine_that_may_not_know_the_threshold_is_not_asked(
-    start: Start, ds: list[MockEngine], capabilities: list[str] | None
+    start_router: StartRouter, ds: list[MockEngine], capabilities: list[str] | None
 ) -> None:
     ds[0].identity = None if capabilities is None else OURS | {"capabilities": capabilities}
-    router = await start()
+    router = await start_router()
     for _ in range(4):
         ds[1].scripts, ds[2].scripts = [says_nothing], [to_the_end]
         assert await asked(router) == WORDS
@@ -175,8 +166,10 @@ async def test_an_engine_that_may_not_know_the_threshold_is_not_asked(
     assert await outcomes(router) == {"won": 4, "stopped": 4}
 
 
-async def test_no_more_are_asked_than_the_setting_says(start: Start, ds: list[MockEngine]) -> None:
-    router = await start(hedged_decoders=2, decode_first_threshold=0.8)
+async def test_no_more_are_asked_than_the_setting_says(
+    start_router: StartRouter, ds: list[MockEngine]
+) -> None:
+    router = await start_router(hedged_decoders=2, decode_first_threshold=0.8)
     assert texts_of((await router.stream()).text) == WORDS
     assert sum(len(legs(engine)) for engine in ds) == 2
     settings = router.gateway.settings.model_dump(exclude_unset=True)
@@ -197,9 +190,9 @@ async def test_no_more_are_asked_than_the_setting_says(start: Start, ds: list[Mo
     ],
 )
 async def test_what_is_no_answer_does_not_win(
-    start: Start, p: MockEngine, ds: list[MockEngine], absurd: Script
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine], absurd: Script
 ) -> None:
-    router = await start()
+    router = await start_router()
     has_failed = asyncio.Event()
     ds[0].scripts, ds[1].scripts, ds[2].scripts = (
         [absurd],
@@ -215,18 +208,18 @@ async def test_what_is_no_answer_does_not_win(
 
 
 async def test_whoever_failed_is_not_asked_for_what_the_others_reject(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     ds[0].usual, ds[1].usual, ds[2].usual = fails, rejects, fails
     assert await asked(router) == WORDS
     assert [len(legs(engine)) for engine in (p, *ds)] == [1, 1, 2, 1]
 
 
 async def test_where_all_fail_it_is_one_failure_of_the_request(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start(hedged_decoders=2)
+    router = await start_router(hedged_decoders=2)
     ds[0].usual = ds[1].usual = fails
     assert await asked(router) == WORDS
     assert len(legs(p)) == 1
@@ -239,24 +232,21 @@ async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
     start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
     """Four that fail one after the other would end it."""
-    p.identity, p.usual = KNOWS, computes
     async with running_engine(fails) as fourth, running_engine(to_the_end) as fifth:
         fourth.identity = KNOWS  # the fifth one is not asked on a chance
         for engine in ds:
             engine.usual = fails
         router = await start_router(ds=[*ds, fourth, fifth], hedged_decoders=4)
-        engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
         assert await asked(router) == WORDS
         assert await outcomes(router) == {"failed": 4}
         assert len(legs(fifth)) == 1
 
 
 async def test_a_refusal_by_all_is_the_clients_answer(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
     refuses = answering(400, {"error": {"message": "too long", "code": 400}})
-    router = await start()
+    router = await start_router()
     for engine in ds:
         engine.usual = refuses
     answer = await router.stream(cache_hit_threshold=0.5)
@@ -268,10 +258,10 @@ async def test_a_refusal_by_all_is_the_clients_answer(
 
 
 async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
-    start: Start, p: MockEngine, ds: list[MockEngine], monkeypatch: pytest.MonkeyPatch
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hedging, "OTHER_LEGS_TIMEOUT_S", 0.1)
-    router = await start()
+    router = await start_router()
     ds[0].usual = ds[1].usual = rejects
     ds[2].scripts = [is_silent]
     assert await asked(router) == WORDS
@@ -280,9 +270,9 @@ async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
 
 
 async def test_a_client_that_leaves_leaves_nobody_behind(
-    start: Start, ds: list[MockEngine]
+    start_router: StartRouter, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     for engine in ds:
         engine.scripts = [is_silent]
     body = {"model": "m", "prompt": "x", "stream": True, "cache_hit_threshold": 1}
@@ -295,9 +285,9 @@ async def test_a_client_that_leaves_leaves_nobody_behind(
 
 
 async def test_the_winners_stream_goes_on_elsewhere_when_it_dies(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     ds[0].scripts, ds[1].scripts, ds[2].scripts = [rejects], [dies_after(2)], [says_nothing]
     assert await asked(router) == WORDS
     (prefill,) = legs(p)
@@ -308,9 +298,9 @@ async def test_the_winners_stream_goes_on_elsewhere_when_it_dies(
 
 
 async def test_engines_that_are_full_are_not_asked_besides(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start(max_engine_requests=1, queue_size=0)
+    router = await start_router(max_engine_requests=1, queue_size=0)
     is_over = asyncio.Event()
     ds[0].scripts = [streaming_until(is_over, event("a"), event("b") + DONE)]
     first = asyncio.create_task(router.stream())  # at the first decoder alone
@@ -326,9 +316,9 @@ async def test_engines_that_are_full_are_not_asked_besides(
 
 
 async def test_whoever_waits_for_a_place_does_not_get_the_winners(
-    start: Start, ds: list[MockEngine]
+    start_router: StartRouter, ds: list[MockEngine]
 ) -> None:
-    router = await start(max_engine_requests=1)
+    router = await start_router(max_engine_requests=1)
     somebody_waits, is_served = asyncio.Event(), asyncio.Event()
 
     async def wins(request: Received, peer: Peer) -> None:
@@ -355,9 +345,9 @@ async def test_whoever_waits_for_a_place_does_not_get_the_winners(
 
 
 async def test_nobody_is_asked_besides_while_the_retry_budget_is_spent(
-    start: Start, ds: list[MockEngine]
+    start_router: StartRouter, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     while router.gateway.budget.take(now()):
         pass
     assert await asked(router) == WORDS
@@ -367,9 +357,9 @@ async def test_nobody_is_asked_besides_while_the_retry_budget_is_spent(
 
 @pytest.mark.parametrize("alone", [False, True])
 async def test_what_a_loser_keeps_of_a_turn_is_given_back_and_the_winners_is_kept(
-    start: Start, p: MockEngine, ds: list[MockEngine], alone: bool
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine], alone: bool
 ) -> None:
-    router = await start()
+    router = await start_router()
     p.usual = prefilling()
     is_decided = asyncio.Event()
 
@@ -406,9 +396,9 @@ async def test_what_a_loser_keeps_of_a_turn_is_given_back_and_the_winners_is_kep
 
 
 async def test_a_turn_is_asked_where_the_last_one_is_and_nowhere_else(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     p.usual = prefilling()
     for engine in ds:
         engine.usual = decoding()
@@ -424,9 +414,9 @@ async def test_a_turn_is_asked_where_the_last_one_is_and_nowhere_else(
 
 
 async def test_a_chat_is_told_its_role_once(
-    start: Start, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start()
+    router = await start_router()
     ds[0].usual, ds[1].usual, ds[2].usual = rejects, decoding(), says_nothing
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
     answer = await router.client.post(

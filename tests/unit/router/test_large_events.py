@@ -13,7 +13,7 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, delta, prefilling, sse
 from tests.unit.router.engine_scripts import usual_decode
 from tests.unit.router.harness import Router
-from tests.unit.router.mock_engine import event, running_engine
+from tests.unit.router.mock_engine import event
 
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 HI = [{"role": "user", "content": "hi"}]
@@ -93,17 +93,20 @@ TOO_LARGE = b"data: " + b"x" * MAX_EVENT_BYTES
 @pytest.mark.parametrize("opening", [[], [ROLE]])
 @pytest.mark.parametrize("fields", [{}, {"cache_hit_threshold": 0.5}])
 async def test_a_leg_with_too_large_an_event_is_tried_elsewhere(
-    start_router: StartRouter, d: MockEngine, opening: list[bytes], fields: dict[str, Any]
+    start_router: StartRouter,
+    d: MockEngine,
+    d2: MockEngine,
+    opening: list[bytes],
+    fields: dict[str, Any],
 ) -> None:
     d.scripts = [in_blocks(*opening, TOO_LARGE, b"\n\n", DONE)] * 2
-    async with running_engine(usual_decode) as other:
-        router = await start_router(ds=[d, other])
-        for _ in range(2):  # each decoder is the first once
-            body = {"model": "m", "messages": HI, "stream": True, **fields}
-            answer = await router.client.post(CHAT, json=body)
-            assert answer.content == event("a") + event("b") + DONE
-        assert len(d.scripts) == 1
-        assert router.metric("retries_total", role="decode", kind="broken_answer") == 1
+    router = await start_router(ds=[d, d2])
+    for _ in range(2):  # each decoder is the first once
+        body = {"model": "m", "messages": HI, "stream": True, **fields}
+        answer = await router.client.post(CHAT, json=body)
+        assert answer.content == event("a") + event("b") + DONE
+    assert len(d.scripts) == 1
+    assert router.metric("retries_total", role="decode", kind="broken_answer") == 1
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES])

@@ -1,7 +1,6 @@
 """Legs name engines from whose prefix caches their engine can borrow. The engines are mock engines
 with honest answers; real ones are in tests/vllm/test_loans.py."""
 
-from collections.abc import AsyncIterator
 from time import monotonic as now
 from typing import Any
 
@@ -10,20 +9,14 @@ import pytest
 from router.fleet.engine import Intent
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import fails, usual_decode, usual_prefill
+from tests.unit.router.engine_scripts import fails
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, USUAL, LendingEngines, running_engine
+from tests.unit.router.mock_engine import PARAMS, USUAL, LendingEngines
 
 PROMPT = "".join(f"{number:06} and so on. " for number in range(500))  # 2,250 tokens
 TOKENS = len(PROMPT) // 4
 CHUNKED = TOKENS // 256 * 256
 FAR_TOO_BUSY = 1_000_000
-
-
-@pytest.fixture
-async def p2() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_prefill) as engine:
-        yield engine
 
 
 @pytest.fixture
@@ -339,29 +332,29 @@ async def test_a_decode_engine_that_works_alone_borrows_and_its_client_sees_noth
     lending: LendingEngines,
     p: MockEngine,
     d: MockEngine,
+    d2: MockEngine,
     is_stream: bool,
     text: str,
 ) -> None:
-    async with running_engine(usual_decode) as d2:
-        for engine, name in ((p, "p-1"), (d, "d-1"), (d2, "d-2")):
-            lending.add(engine, name)
-        router = await start_router(
-            ds=[d, d2], prefill_policy="prefix", decode_policy="prefix", without_prefiller="decode"
-        )
-        await router.knows_its_engines()
-        router.engine(d2).add_load(20, FAR_TOO_BUSY)
-        await router.complete(prompt=PROMPT)
-        router.engine(d2).add_load(-20, -FAR_TOO_BUSY)
-        router.gateway.fleet.set_intent(router.engine(p), Intent.DRAINING)
-        router.engine(d).add_load(20, FAR_TOO_BUSY)
-        lending.text = text
-        answer = await router.complete(prompt=PROMPT + "And now?", stream=is_stream)
-        router.engine(d).add_load(-20, -FAR_TOO_BUSY)
-        assert answer.status_code == 200
-        assert "borrowed_tokens" not in answer.text
-        assert not text or answer.json()["choices"][0]["text"] == text
-        assert [one["remote_engine_id"] for one in params_of(d2)["holders"]] == ["d-1"]
-        assert "do_remote_decode" not in params_of(d2)
-        assert (loans(router, "granted"), loans(router, "refused")) == (1, 0)
-        assert router.metric("prefix_loan_tokens_total") == TOKENS
-        await router.settled()
+    for engine, name in ((p, "p-1"), (d, "d-1"), (d2, "d-2")):
+        lending.add(engine, name)
+    router = await start_router(
+        ds=[d, d2], prefill_policy="prefix", decode_policy="prefix", without_prefiller="decode"
+    )
+    await router.knows_its_engines()
+    router.engine(d2).add_load(20, FAR_TOO_BUSY)
+    await router.complete(prompt=PROMPT)
+    router.engine(d2).add_load(-20, -FAR_TOO_BUSY)
+    router.gateway.fleet.set_intent(router.engine(p), Intent.DRAINING)
+    router.engine(d).add_load(20, FAR_TOO_BUSY)
+    lending.text = text
+    answer = await router.complete(prompt=PROMPT + "And now?", stream=is_stream)
+    router.engine(d).add_load(-20, -FAR_TOO_BUSY)
+    assert answer.status_code == 200
+    assert "borrowed_tokens" not in answer.text
+    assert not text or answer.json()["choices"][0]["text"] == text
+    assert [one["remote_engine_id"] for one in params_of(d2)["holders"]] == ["d-1"]
+    assert "do_remote_decode" not in params_of(d2)
+    assert (loans(router, "granted"), loans(router, "refused")) == (1, 0)
+    assert router.metric("prefix_loan_tokens_total") == TOKENS
+    await router.settled()

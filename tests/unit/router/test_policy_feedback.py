@@ -1,6 +1,5 @@
 """What routing policies receive, when they are asked, and when they forget."""
 
-import contextlib
 import re
 import time
 from collections.abc import AsyncIterator
@@ -17,22 +16,21 @@ from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.engine_scripts import answering
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine
+from tests.unit.router.mock_engine import PARAMS, running_engines
 
 LONG = "all of this was said before. " * 200
 
 
 @pytest.fixture
 async def others() -> AsyncIterator[list[MockEngine]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running_engine(prefilling())) for _ in range(3)]
+    async with running_engines(prefilling(), 3) as engines:
+        yield engines
 
 
 def policy(router: Router, role: EngineRole) -> PrefixAffinity:
-    gateway = router.gateway
-    known = (gateway.routes._prefill if role is EngineRole.PREFILL else gateway.routes._decode)[
-        "default"
-    ]
+    routes = router.gateway.routes
+    of_role = routes.prefill if role is EngineRole.PREFILL else routes.decode
+    known = of_role["default"]
     assert isinstance(known, PrefixAffinity)
     return known
 
@@ -90,7 +88,7 @@ async def test_answers_that_belie_a_belief_end_it(
         await router.complete(prompt=LONG)
     assert sorted(len(engine.requests) for engine in others) == [0, 0, 4]
     (holder,) = [engine for engine in others if engine.requests]
-    assert not policy(router, EngineRole.PREFILL)._index.bit(f"127.0.0.1:{holder.port}")
+    assert not router.gateway.routes.index.bit(f"127.0.0.1:{holder.port}")
 
 
 async def test_a_prefiller_is_loaded_with_what_it_must_compute(
@@ -119,7 +117,7 @@ async def test_a_request_whose_decode_leg_fails_leaves_nothing_open(
     router = await start_router(ds=[d, *others], prefill_policy="prefix", decode_policy="prefix")
     for number in range(6):
         await router.complete(prompt=f"{number}{LONG}")
-    assert not any(policy(router, EngineRole.DECODE)._unanswered.values())
+    assert not policy(router, EngineRole.DECODE).num_unanswered
 
 
 async def test_a_group_whose_last_engine_goes_has_no_policy(
@@ -127,10 +125,10 @@ async def test_a_group_whose_last_engine_goes_has_no_policy(
 ) -> None:
     router = await start_router(ps=others)
     await router.complete()
-    assert list(router.gateway.routes._prefill) == ["default"]
+    assert list(router.gateway.routes.prefill) == ["default"]
     for engine in router.gateway.fleet.engines:
         router.gateway.fleet.remove(engine.name)
-    assert not router.gateway.routes._prefill
+    assert not router.gateway.routes.prefill
 
 
 async def test_the_same_engines_are_the_same_tuple_whatever_happened_between(

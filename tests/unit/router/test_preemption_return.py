@@ -1,8 +1,9 @@
 """A decode engine without room for the whole answer returns it, and another one continues."""
 
 import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import pytest
@@ -35,7 +36,6 @@ from tests.unit.router.test_resume import (
 OURS = {"capabilities": [*CAPABILITIES, "hand_back"], "renders": RENDERS}
 BACK = {"finish_reason": "cache_threshold", "stop_reason": "preempted"}
 REFUSED = {"finish_reason": "cache_threshold", "stop_reason": "cache_hit_rate=0.1<0.5"}
-Start = Callable[..., Awaitable[Router]]
 
 
 def params_of(request: Received) -> dict[str, Any]:
@@ -105,18 +105,13 @@ async def d2() -> AsyncIterator[MockEngine]:
 
 
 @pytest.fixture
-async def start(start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine) -> Start:
+def start_router(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> StartRouter:
     p.identity, d.identity = OURS, d.identity or OURS
     p.usual, d.usual = computes, all_of_it
 
-    async def started(**changes: Any) -> Router:
-        given: dict[str, Any] = {"ds": [d, d2], "decode_policy": "round_robin"}
-        router = await start_router(**(given | changes))
-        engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
-        return router
-
-    return started
+    return functools.partial(start_router, ds=[d, d2], identified=True)
 
 
 async def answered(router: Router, stream: bool, **fields: Any) -> list[str]:
@@ -135,9 +130,14 @@ async def answered(router: Router, stream: bool, **fields: Any) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("number", [1, 3])
 async def test_another_decoder_goes_on(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, number: int, stream: bool
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    d2: MockEngine,
+    number: int,
+    stream: bool,
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [hands_back(number)]  # whoever is asked first
     assert await answered(router, stream, logprobs=0) == WORDS
     _, again = legs(p)
@@ -166,9 +166,9 @@ async def test_another_decoder_goes_on(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_only_decoder_goes_on_with_its_own(
-    start: Start, d: MockEngine, stream: bool
+    start_router: StartRouter, d: MockEngine, stream: bool
 ) -> None:
-    router = await start(ds=[d])
+    router = await start_router(ds=[d])
     d.scripts = [hands_back(2)]
     assert await answered(router, stream) == WORDS
     assert len(legs(d)) == 2
@@ -176,10 +176,10 @@ async def test_the_only_decoder_goes_on_with_its_own(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_whoever_is_asked_last_is_to_find_room(
-    start: Start, d: MockEngine, d2: MockEngine, stream: bool
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
     """However often it was handed back: --max-resumes is 2."""
-    router = await start()
+    router = await start_router()
     d.usual = d2.usual = hands_back(3)
     for _ in range(3):
         assert await answered(router, stream) == WORDS
@@ -192,9 +192,9 @@ async def test_whoever_is_asked_last_is_to_find_room(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_it_costs_neither_the_budget_nor_the_moves_of_real_failures(
-    start: Start, d: MockEngine, d2: MockEngine, stream: bool
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    router = await start()
+    router = await start_router()
     budget = router.gateway.budget
     budget.take = lambda now: False  # type: ignore[method-assign]
     d.scripts = d2.scripts = [hands_back(1), hands_back(2)]
@@ -204,7 +204,7 @@ async def test_it_costs_neither_the_budget_nor_the_moves_of_real_failures(
     async with running_engine(all_of_it) as d3, running_engine(all_of_it) as d4:
         d3.identity = d4.identity = OURS
         d3.scripts = d4.scripts = d.scripts
-        router = await start(ds=[d, d2, d3, d4])
+        router = await start_router(ds=[d, d2, d3, d4])
         assert texts_of((await router.stream()).text) == WORDS
         assert router.metric("resumes_total", kind="preempted", outcome="resumed") == 2
         assert router.metric("resumes_total", kind="broken_answer", outcome="resumed") == 2
@@ -212,9 +212,9 @@ async def test_it_costs_neither_the_budget_nor_the_moves_of_real_failures(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_that_has_said_nothing_is_prefilled_anew(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [hands_back(0)]
     assert await answered(router, stream) == WORDS
     first, again = legs(p)
@@ -237,9 +237,9 @@ async def test_one_that_has_said_nothing_is_prefilled_anew(
     ],
 )
 async def test_what_makes_no_sense_is_not_gone_on_with(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, begun: object
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, begun: object
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [hands_back(2, begun)]
     assert await answered(router, stream=False) == WORDS
     assert all("begun" not in params_of(one) for one in legs(p))
@@ -248,9 +248,9 @@ async def test_what_makes_no_sense_is_not_gone_on_with(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_answer_that_nobody_has_seen_begins_anew_where_nobody_goes_on(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [hands_back(2)]
     if role == "prefill":
         p.scripts = [computes, refuses]
@@ -263,18 +263,18 @@ async def test_an_answer_that_nobody_has_seen_begins_anew_where_nobody_goes_on(
 
 
 async def test_without_room_for_what_was_said_it_begins_anew(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start(max_resume_memory=10)
+    router = await start_router(max_resume_memory=10)
     d.scripts = d2.scripts = [hands_back(4)]
     assert await answered(router, stream=False) == WORDS
     assert router.gateway.memory.resume_buffers.size == 0
 
 
 async def test_a_stream_that_is_not_kept_is_not_to_be_handed_back(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start(max_resume_memory=10)
+    router = await start_router(max_resume_memory=10)
     d.usual = d2.usual = hands_back(3)
     assert await answered(router, stream=True) == WORDS
     assert [params_of(one)["hand_back"] for one in legs(d, d2)] == [False]
@@ -293,19 +293,19 @@ async def test_a_stream_that_is_not_kept_is_not_to_be_handed_back(
     ],
 )
 async def test_who_cannot_move_is_not_to_be_handed_back(
-    start: Start, d: MockEngine, d2: MockEngine, fields: dict[str, Any], asked: bool
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, fields: dict[str, Any], asked: bool
 ) -> None:
-    router = await start()
+    router = await start_router()
     for stream in (False, True):
         assert (await router.complete(**fields, stream=stream)).status_code == 200
     assert [params_of(one).get("hand_back") for one in legs(d, d2)] == [asked] * 2
 
 
 async def test_nothing_is_asked_of_one_that_does_not_offer_it(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     d.identity = d2.identity = OURS | {"capabilities": CAPABILITIES}
-    router = await start()
+    router = await start_router()
     for stream in (False, True):
         assert await answered(router, stream) == WORDS
     assert all("hand_back" not in params_of(one) for one in legs(d, d2))
@@ -321,11 +321,11 @@ def always_hands_back(request: Received, peer: Peer) -> Awaitable[None]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("capabilities", [OURS["capabilities"], []])
 async def test_what_nobody_asked_to_have_back_is_no_answer(
-    start: Start, d: MockEngine, d2: MockEngine, capabilities: list[str], stream: bool
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, capabilities: list[str], stream: bool
 ) -> None:
     """An engine may be configured to, and its page be unread still; or it does not listen."""
     d.identity = d2.identity = OURS | {"capabilities": capabilities}
-    router = await start(max_resumes=0)
+    router = await start_router(max_resumes=0)
     d.scripts = d2.scripts = [always_hands_back]
     assert await answered(router, stream) == WORDS
     assert [len(legs(d)), len(legs(d2))] == [1, 1]
@@ -334,9 +334,9 @@ async def test_what_nobody_asked_to_have_back_is_no_answer(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_engines_that_always_hand_back_are_not_asked_for_ever(
-    start: Start, d: MockEngine, d2: MockEngine, stream: bool
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.usual = d2.usual = always_hands_back
     answer = await router.complete(stream=stream)
     assert answer.status_code == 503, answer.text
@@ -345,26 +345,28 @@ async def test_engines_that_always_hand_back_are_not_asked_for_ever(
 
 
 async def test_what_another_router_asked_to_have_back_it_gets(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start(trust_client_kv_params=True)
+    router = await start_router(trust_client_kv_params=True)
     d.scripts = d2.scripts = [always_hands_back]
     answer = await router.complete(kv_transfer_params={"hand_back": True})
     assert answer.json()["choices"][0]["finish_reason"] == "cache_threshold"
 
 
 async def test_without_resumes_nothing_is_handed_back(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start(max_resumes=0)
+    router = await start_router(max_resumes=0)
     d.usual = d2.usual = hands_back(3)
     for stream in (False, True):
         assert await answered(router, stream) == WORDS
     assert [params_of(one)["hand_back"] for one in legs(d, d2)] == [False] * 2
 
 
-async def test_a_client_cannot_ask_for_it(start: Start, d: MockEngine, d2: MockEngine) -> None:
-    router = await start(max_resumes=0)
+async def test_a_client_cannot_ask_for_it(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start_router(max_resumes=0)
     assert await answered(router, stream=False, kv_transfer_params={"hand_back": True}) == WORDS
     (asked,) = legs(d, d2)
     assert params_of(asked)["hand_back"] is False
@@ -372,7 +374,7 @@ async def test_a_client_cannot_ask_for_it(start: Start, d: MockEngine, d2: MockE
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
-    start: Start, d: MockEngine, d2: MockEngine, stream: bool
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
     """By the engine's own threshold, of a request that has said nothing."""
 
@@ -381,7 +383,7 @@ async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
             return await peer.stream(event_of(request, {"text": "", **REFUSED}), DONE)
         await peer.answer(whole(0, REFUSED))
 
-    router = await start()
+    router = await start_router()
     d.usual = d2.usual = refuses
     answer = await router.complete(stream=stream)
     assert answer.status_code == 502
@@ -391,10 +393,10 @@ async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
 
 
 async def test_a_clients_own_stop_string_is_none(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     stops = answering(200, whole(2, {"finish_reason": "stop", "stop_reason": "preempted"}))
-    router = await start()
+    router = await start_router()
     d.usual = d2.usual = stops
     answer = await router.complete(stop="preempted")
     assert answer.json()["choices"][0]["stop_reason"] == "preempted"
@@ -403,10 +405,10 @@ async def test_a_clients_own_stop_string_is_none(
 
 @pytest.mark.parametrize("begun", [None, told(2)])
 async def test_one_that_has_called_a_tool_is_known_by_what_it_tells(
-    start: Start, d: MockEngine, d2: MockEngine, begun: object
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, begun: object
 ) -> None:
     calls = answering(200, whole(2, BACK | {"finish_reason": "tool_calls"}, begun))
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [calls]
     answer = await router.complete(stop="preempted")
     (choice,) = answer.json()["choices"]
@@ -415,9 +417,9 @@ async def test_one_that_has_called_a_tool_is_known_by_what_it_tells(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_a_prefiller_the_decoder_computes_what_was_handed_back(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    router = await start()
+    router = await start_router()
     p.scripts, d.scripts = [computes, fails], [hands_back(2)]
     d2.scripts = d.scripts
     assert await answered(router, stream) == WORDS
@@ -426,9 +428,9 @@ async def test_without_a_prefiller_the_decoder_computes_what_was_handed_back(
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     p.scripts, d.scripts = [computes, hang], [hands_back(2)]
     d2.scripts = d.scripts
     asking = asyncio.create_task(router.complete())
@@ -439,7 +441,7 @@ async def test_a_client_that_leaves_meanwhile_leaves_nothing(
 
 
 async def test_a_refusal_in_mid_answer_is_gone_on_with_too(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     """By an engine that judges what it has preempted."""
 
@@ -448,13 +450,13 @@ async def test_a_refusal_in_mid_answer_is_gone_on_with_too(
         await peer.send(chunk(event_of(request, {"text": "", **REFUSED})) + chunk(DONE))
         await peer.send(b"0\r\n\r\n")
 
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [refuses]
     assert await answered(router, stream=True) == WORDS
 
 
 async def test_an_engine_that_hands_back_for_ever_does_not_hold_a_stream_for_ever(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     async def never_ends(request: Received, peer: Peer) -> None:
         first = len(tokens_in(request))
@@ -462,7 +464,7 @@ async def test_an_engine_that_hands_back_for_ever_does_not_hold_a_stream_for_eve
         await peer.send(chunk(event_of(request, {"text": "", **BACK})) + chunk(DONE))
         await peer.send(b"0\r\n\r\n")
 
-    router = await start()
+    router = await start_router()
     d.usual = d2.usual = never_ends
     answer = await router.stream()
     assert error_in(answer.text)["code"] == 503
@@ -473,7 +475,7 @@ async def test_an_engine_that_hands_back_for_ever_does_not_hold_a_stream_for_eve
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("flow", ["alone", "push", "first", "turn", "exact"])
 async def test_in_every_plan(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, flow: str, stream: bool
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, flow: str, stream: bool
 ) -> None:
     plans: dict[str, dict[str, Any]] = {
         "alone": {"min_remote_prefill_tokens": 1000},
@@ -486,7 +488,7 @@ async def test_in_every_plan(
     if flow == "push":
         rank = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
         p.identity = d.identity = d2.identity = OURS | {"transfer_modes": ["push"], "ranks": [rank]}
-    router = await start(**plans[flow])
+    router = await start_router(**plans[flow])
     d.scripts = d2.scripts = [hands_back(2)]
     if flow == "exact" and stream:
         answer = await router.stream(**fields)
@@ -500,7 +502,7 @@ async def test_in_every_plan(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_large_answer_is_found_out_too(
-    start: Start, d: MockEngine, d2: MockEngine, stream: bool
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
     async def at_length(request: Received, peer: Peer) -> None:
         if stream:
@@ -508,13 +510,15 @@ async def test_a_large_answer_is_found_out_too(
         answer = whole(2, BACK | {"logprobs": ["x" * 1000] * 1000}, told(2))
         await peer.answer(answer)
 
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [at_length]
     assert await answered(router, stream) == WORDS
 
 
-async def test_many_at_once_are_each_their_own(start: Start, d: MockEngine, d2: MockEngine) -> None:
-    router = await start()
+async def test_many_at_once_are_each_their_own(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start_router()
     d.scripts = d2.scripts = [hands_back(1 + i % 4) for i in range(20)]
     got = await asyncio.gather(*(answered(router, bool(i % 2)) for i in range(30)))
     assert got == [WORDS] * 30

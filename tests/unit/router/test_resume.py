@@ -1,8 +1,9 @@
 """A decoder dies, freezes or is stopped in mid-stream, and another one goes on."""
 
 import asyncio
+import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,6 @@ PROMPT = [1, 2, 70_000]
 # The whole answer: one token a word.
 WORDS = ["one ", "two ", "three ", "four ", "five"]
 LAST = "stop"
-
-Start = Callable[..., Awaitable[Router]]
 
 
 def said(request: Received, number: int, finish: str | None = None) -> bytes:
@@ -121,18 +120,13 @@ async def d2() -> AsyncIterator[MockEngine]:
 
 
 @pytest.fixture
-async def start(start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine) -> Start:
+def start_router(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> StartRouter:
     p.identity, d.identity, d2.identity = p.identity or OURS, d.identity or OURS, OURS
     p.usual, d.usual = computes, to_the_end
 
-    async def started(**changes: Any) -> Router:
-        given: dict[str, Any] = {"ds": [d, d2]}
-        router = await start_router(**(given | changes))
-        engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
-        return router
-
-    return started
+    return functools.partial(start_router, ds=[d, d2], identified=True)
 
 
 def texts_of(answer: str) -> list[str]:
@@ -163,11 +157,11 @@ HOWS = ["reset", "half", "error", "abort", "ends", "frozen", "large"]
 
 @pytest.mark.parametrize("conversation", [{}, {"conversation_id": "c"}])
 async def test_tokens_of_a_stream_are_counted_by_their_ids(
-    start: Start, d: MockEngine, conversation: dict[str, str]
+    start_router: StartRouter, d: MockEngine, conversation: dict[str, str]
 ) -> None:
     """Also those that another decoder sends."""
     d.scripts = [dies_after(3)]
-    router = await start(ui=True)
+    router = await start_router(ui=True)
     answer = await router.stream(**conversation)
     await router.settled()
     assert texts_of(answer.text) == WORDS
@@ -181,7 +175,7 @@ async def test_tokens_of_a_stream_are_counted_by_their_ids(
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("number", [1, 3])
 async def test_another_decoder_goes_on(
-    start: Start,
+    start_router: StartRouter,
     p: MockEngine,
     d: MockEngine,
     d2: MockEngine,
@@ -190,7 +184,7 @@ async def test_another_decoder_goes_on(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("INFO", logger="disagg_router.access")
-    router = await start(stream_idle_timeout=0.5 if how == "frozen" else 60)
+    router = await start_router(stream_idle_timeout=0.5 if how == "frozen" else 60)
     d.scripts = d2.scripts = [dies_after(number, how)]  # whoever is asked first
     answer = await router.stream(seed=3)
     assert answer.status_code == 200
@@ -222,10 +216,10 @@ async def test_another_decoder_goes_on(
 
 
 async def test_a_request_that_is_wrong_is_refused_once(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     """In mid-stream, too: every engine would refuse it, and none is at fault."""
-    router, is_seen = await start(), asyncio.Event()
+    router, is_seen = await start_router(), asyncio.Event()
 
     async def refuses_midway(request: Received, peer: Peer) -> None:
         await from_the_beginning_to(2, request, peer)
@@ -248,7 +242,7 @@ async def test_a_request_that_is_wrong_is_refused_once(
 
 
 async def test_a_load_that_fails_behind_the_first_token_speaks_against_the_pair(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     """A decoder that goes on from a prefiller's token says that before it has loaded anything."""
     failure = {"scope": "pair", "reason": "no handshake"}
@@ -261,7 +255,7 @@ async def test_a_load_that_fails_behind_the_first_token_speaks_against_the_pair(
 
     names = [*CAPABILITIES, "load_failures"]
     d.identity = OURS | {"capabilities": names}
-    router = await start(decode_policy="round_robin")
+    router = await start_router(decode_policy="round_robin")
     d.usual = fails_to_load
     for _ in range(4):
         answer = await router.stream()
@@ -281,7 +275,7 @@ def _ended(router: Router) -> dict[str, str]:
 
 @pytest.mark.parametrize("flow", ["alone", "push", "first", "turn"])
 async def test_in_every_plan(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, flow: str
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, flow: str
 ) -> None:
     plans: dict[str, dict[str, Any]] = {
         "alone": {"min_remote_prefill_tokens": 1000},
@@ -293,7 +287,7 @@ async def test_in_every_plan(
     if flow == "push":
         rank = {"remote_engine_id": "e", "remote_host": "h", "remote_port": 1}
         p.identity = d.identity = OURS | {"transfer_modes": ["push"], "ranks": [rank]}
-    router = await start(**plans[flow])
+    router = await start_router(**plans[flow])
     d.scripts = d2.scripts = [dies_after(2)]
     assert texts_of((await router.stream(**fields)).text) == WORDS
     begun = [one.json["kv_transfer_params"].get("begun", {}) for one in legs(d, d2)]
@@ -301,10 +295,10 @@ async def test_in_every_plan(
 
 
 async def test_what_is_computed_for_a_move_is_held_until_it_is_read(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     """Whether or not the decoder that failed had read some."""
-    router, goes_on = await start(min_remote_prefill_tokens=1000), asyncio.Event()
+    router, goes_on = await start_router(min_remote_prefill_tokens=1000), asyncio.Event()
     scripts = iter([dies_after(2), answer_after(goes_on, to_the_end)])
     d.usual = d2.usual = lambda request, peer: next(scripts)(request, peer)
     asking = asyncio.create_task(router.stream())
@@ -317,9 +311,9 @@ async def test_what_is_computed_for_a_move_is_held_until_it_is_read(
 
 
 async def test_no_prefiller_is_needed(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start(health_interval=60)
+    router = await start_router(health_interval=60)
 
     async def last_words(request: Received, peer: Peer) -> None:
         await p.stop()
@@ -332,11 +326,11 @@ async def test_no_prefiller_is_needed(
 
 
 async def test_again_and_again_but_not_for_ever(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     async with running_engine(to_the_end) as d3, running_engine(to_the_end) as d4:
         d3.identity = d4.identity = OURS
-        router = await start(ds=[d, d2, d3, d4])
+        router = await start_router(ds=[d, d2, d3, d4])
         deaths = [dies_after(1), dies_after(3), dies_after(4)]
         d.scripts = d2.scripts = d3.scripts = d4.scripts = deaths[:2]
         assert texts_of((await router.stream()).text) == WORDS
@@ -351,11 +345,11 @@ async def test_again_and_again_but_not_for_ever(
 
 
 async def test_only_who_goes_on_is_counted(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     async with running_engine(to_the_end) as d3:
         d3.identity = OURS
-        router = await start(ds=[d, d2, d3])
+        router = await start_router(ds=[d, d2, d3])
         d.scripts = d2.scripts = d3.scripts = [dies_after(2), fails]
         assert texts_of((await router.stream()).text) == WORDS
         outcomes = [router.metric("resumes_total", kind=kind, outcome="resumed") for kind in KINDS]
@@ -363,9 +357,9 @@ async def test_only_who_goes_on_is_counted(
 
 
 async def test_what_was_computed_for_a_move_that_fails_is_given_back(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2), fails]
     p.scripts = [computes, computes]
     assert error_in((await router.stream()).text)["code"] == 502
@@ -377,10 +371,15 @@ async def test_what_was_computed_for_a_move_that_fails_is_given_back(
 
 @pytest.mark.parametrize(("said", "released"), [(1, 1), (2, 0)])
 async def test_a_token_that_was_handed_over_shows_no_reading(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, said: int, released: int
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    d2: MockEngine,
+    said: int,
+    released: int,
 ) -> None:
     """A decoder says it before it has any of the blocks."""
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [dies_after(said)]
     assert texts_of((await router.stream()).text) == WORDS
     await router.settled()
@@ -389,9 +388,9 @@ async def test_a_token_that_was_handed_over_shows_no_reading(
 
 
 async def test_what_was_computed_for_a_move_to_nobody_is_given_back(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start(ds=[d])
+    router = await start_router(ds=[d])
     d.scripts = [dies_after(2)]
     p.scripts = [computes, computes]
     assert error_in((await router.stream()).text)["code"] in (502, 503)
@@ -403,21 +402,21 @@ async def test_what_was_computed_for_a_move_to_nobody_is_given_back(
 
 
 async def test_engines_that_tell_not_what_they_render_are_like_nobody(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     untold = {"capabilities": CAPABILITIES}
     async with running_engine(to_the_end) as other:
         d.identity = other.identity = untold
-        router = await start(ds=[d, other])
+        router = await start_router(ds=[d, other])
         d.scripts = other.scripts = [dies_after(2)]
         assert error_in((await router.stream()).text)["code"] == 502
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_who_is_to_go_on_may_refuse(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2)]
     if role == "prefill":
         p.scripts = [computes, refuses]
@@ -430,10 +429,10 @@ async def test_who_is_to_go_on_may_refuse(
 
 
 async def test_streams_of_a_decoder_that_is_taken_away_move(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     """As its drain's deadline does."""
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())
     await eventually(lambda: router.gateway.memory.resume_buffers.size > 4 * len(PROMPT) + 4)
@@ -444,25 +443,28 @@ async def test_streams_of_a_decoder_that_is_taken_away_move(
 
 
 async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, monkeypatch: pytest.MonkeyPatch
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    d2: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM's server without its core."""
     monkeypatch.setattr(probes, "STREAM_GRACE_S", 0.3)
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())
     await eventually(lambda: router.gateway.memory.resume_buffers.size > 4 * len(PROMPT) + 4)
     first = next(one for one in (d, d2) if legs(one))
-    assert first._server is not None
-    first._server.close()
+    first.stop_listening()
     assert texts_of((await asking).text) == WORDS
     assert router.metric("resumes_total", kind="engine_lost", outcome="resumed") == 1
 
 
 async def test_a_prefiller_that_fails_does_not_end_the_only_move(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start(max_resumes=1)
+    router = await start_router(max_resumes=1)
     p.scripts, d.scripts = [computes, fails], [dies_after(2)]
     d2.scripts = d.scripts
     assert texts_of((await router.stream()).text) == WORDS
@@ -471,9 +473,9 @@ async def test_a_prefiller_that_fails_does_not_end_the_only_move(
 
 
 async def test_an_end_that_was_on_its_way_comes_once(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [dies_after(4, "finish")]
     assert texts_of((await router.stream()).text) == WORDS
 
@@ -489,14 +491,14 @@ async def test_an_end_that_was_on_its_way_comes_once(
     ],
 )
 async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine, changes: dict[str, Any]
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, changes: dict[str, Any]
 ) -> None:
     token_id_comment = OURS | {"capabilities": changes.get("of_others", CAPABILITIES)}
     limits = {name: value for name, value in changes.items() if name.startswith("max")}
     async with running_engine(to_the_end) as other:
         other.identity = token_id_comment | {"renders": changes.get("renders", RENDERS)}
         d.identity = token_id_comment
-        router = await start(ds=[d, other], **limits)
+        router = await start_router(ds=[d, other], **limits)
         d.scripts = other.scripts = [dies_after(2)]
         answer = await router.stream()
         assert error_in(answer.text)["code"] == 502
@@ -506,18 +508,18 @@ async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"suffix": "x"}, {"stream": False}])
 async def test_of_some_requests_nothing_is_asked(
-    start: Start, d: MockEngine, d2: MockEngine, fields: dict[str, Any]
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, fields: dict[str, Any]
 ) -> None:
-    router = await start()
+    router = await start_router()
     answer = await router.complete(**({"stream": True} | fields))
     assert answer.status_code == 200
     assert all(b"tell_token_ids" not in one.body for one in legs(d, d2))
 
 
 async def test_a_client_that_leaves_leaves_nothing(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     body = json.dumps({"model": "m", "prompt": "x", "stream": True}).encode()
     async with router.socket() as client:
@@ -529,7 +531,7 @@ async def test_a_client_that_leaves_leaves_nothing(
 
 
 async def test_many_at_once_are_each_their_own(
-    start: Start, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     """A third of them lose a decoder, none of them two."""
     left = [dies_after(1 + i % 4) for i in range(10)]
@@ -539,7 +541,7 @@ async def test_many_at_once_are_each_their_own(
         script = left.pop() if left and not begun.get("spoken") else to_the_end
         await script(request, peer)
 
-    router = await start()
+    router = await start_router()
     d.usual = d2.usual = dies_at_most_once
     answers = await asyncio.gather(*(router.stream() for _ in range(30)))
     assert all(texts_of(answer.text) == WORDS for answer in answers)
@@ -635,7 +637,7 @@ def test_there_is_room_for_so_many() -> None:
 
 
 async def test_stream_with_an_unreadable_event_is_not_resumed_behind_it(
-    start: Start, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     """The router has the ids of the event's tokens, and the client of a dialect has no text."""
     is_seen = asyncio.Event()
@@ -648,7 +650,7 @@ async def test_stream_with_an_unreadable_event_is_not_resumed_behind_it(
         await peer.send(chunk(f"{token_id_comment([1])}data: two\n\n".encode()))
         await peer.wait_left()
 
-    router = await start()
+    router = await start_router()
     d.usual = d2.usual = breaks
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}
     seen = ""
@@ -663,13 +665,13 @@ async def test_stream_with_an_unreadable_event_is_not_resumed_behind_it(
 
 
 async def test_resumed_stream_is_charged_for_the_tokens_of_both_engines(
-    start: Start, d: MockEngine, tmp_path: Path
+    start_router: StartRouter, d: MockEngine, tmp_path: Path
 ) -> None:
     key = "sk-disagg-one"
     entry = {"name": "one", "sha256": digest_of(key.encode()).hex(), "tokens_per_minute": 600}
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"keys": [entry]}))
-    router = await start(api_keys_file=keys)
+    router = await start_router(api_keys_file=keys)
     d.usual = dies_after(3)
     left = []
     for prompt in ("hi", "ho"):

@@ -1,7 +1,5 @@
 """Strange decoders whose streams are to go on, and what a client must not see of it."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from engine_ext.common.resume_payload import encode_token_ids
@@ -9,13 +7,13 @@ from router.http_client.answer_limits import MemoryBudget
 from router.proxy.resume_buffer import ResumeBuffer
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router import test_resume
+from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, reset
 from tests.unit.router.mock_engine import USUAL, running_engine
 from tests.unit.router.test_resume import (
     OURS,
     RENDERS,
     WORDS,
-    Start,
     dies_after,
     error_in,
     event,
@@ -26,13 +24,7 @@ from tests.unit.router.test_resume import (
     to_the_end,
 )
 
-start = test_resume.start
-
-
-@pytest.fixture
-async def d2() -> AsyncIterator[MockEngine]:
-    async with running_engine(to_the_end) as engine:
-        yield engine
+d2, start_router = test_resume.d2, test_resume.start_router
 
 
 def ends_cleanly(number: int, how: str) -> Script:
@@ -46,9 +38,9 @@ def ends_cleanly(number: int, how: str) -> Script:
 
 @pytest.mark.parametrize("how", ["done", "half"])
 async def test_an_early_end_is_not_passed_on(
-    start: Start, d: MockEngine, d2: MockEngine, how: str
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, how: str
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = d2.scripts = [ends_cleanly(2, how)]
     answer = await router.stream()
     assert texts_of(answer.text) == WORDS
@@ -58,10 +50,10 @@ async def test_an_early_end_is_not_passed_on(
 @pytest.mark.parametrize("heartbeat", [0, 60])
 @pytest.mark.parametrize("size", [1, 300_000])
 async def test_who_goes_on_goes_on_with_a_stream(
-    start: Start, d: MockEngine, d2: MockEngine, size: int, heartbeat: float
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, size: int, heartbeat: float
 ) -> None:
     """Another answer, whole, is no part of the one that the client has begun to read."""
-    router = await start(stream_heartbeat=heartbeat)
+    router = await start_router(stream_heartbeat=heartbeat)
     answers_whole = answering(200, {**USUAL, "choices": [{"index": 0, "text": "x" * size}]})
     d.scripts = d2.scripts = [dies_after(2), answers_whole]
     answer = await router.stream()
@@ -71,13 +63,15 @@ async def test_who_goes_on_goes_on_with_a_stream(
     assert sum(router.engine(engine).breaker.failures for engine in (d, d2)) == 2
 
 
-async def test_who_goes_on_reads_ids_as_who_told_them(start: Start, d: MockEngine) -> None:
+async def test_who_goes_on_reads_ids_as_who_told_them(
+    start_router: StartRouter, d: MockEngine
+) -> None:
     """The first one failed before it said anything, and reads ids in another way."""
     others = OURS | {"renders": RENDERS | {"tokenizer": "9"}}
     says_nothing = reset
     async with running_engine(to_the_end) as d2, running_engine(to_the_end) as d3:
         d2.identity, d3.identity = others, OURS
-        router = await start(ds=[d, d2, d3])
+        router = await start_router(ds=[d, d2, d3])
         d.scripts = [says_nothing, says_nothing]  # on a kept connection, and on a new one
         d2.scripts = [dies_after(2)]
         answer = await router.stream()
@@ -118,9 +112,11 @@ def test_ids_that_are_none_are_no_ids(ids: str) -> None:
     assert buffer.can_resume is (ids == "")
 
 
-async def test_a_long_prompt_is_told(start: Start, d: MockEngine, d2: MockEngine) -> None:
+async def test_a_long_prompt_is_told(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
     """Of more bytes than an event may be held for."""
-    router = await start(min_remote_prefill_tokens=1000)
+    router = await start_router(min_remote_prefill_tokens=1000)
     ids = encode_token_ids(list(range(90_000)))
 
     async def long_one(request: Received, peer: Peer) -> None:

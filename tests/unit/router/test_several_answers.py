@@ -8,7 +8,7 @@ from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding
 from tests.unit.router.engine_scripts import reset, usual_decode
-from tests.unit.router.harness import Router, eventually
+from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import PARAMS
 from tests.unit.router.test_resume import CAPABILITIES, OURS
 
@@ -18,14 +18,7 @@ SHARES = OURS | {"capabilities": [*CAPABILITIES, "shared_loads", "cache_hit_thre
 @pytest.fixture
 async def shared(start_router: StartRouter, p: MockEngine, d: MockEngine) -> Router:
     p.identity = d.identity = SHARES
-    return await known(await start_router())
-
-
-async def known(router: Router) -> Router:
-    await eventually(
-        lambda: all(e.capabilities.is_identity_known for e in router.gateway.fleet.engines)
-    )
-    return router
+    return await start_router(identified=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -71,7 +64,7 @@ async def test_so_it_does_where_any_decoder_might_read_for_each(
     await other.start()
     try:
         d.identity = SHARES
-        router = await known(await start_router(ds=[d, other]))
+        router = await start_router(ds=[d, other], identified=True)
         for _ in range(4):
             assert (await router.complete(n=2)).status_code == 200
         assert not p.requests
@@ -93,7 +86,7 @@ async def test_a_decoder_that_fails_costs_another_prefill(
     await other.start()
     try:
         p.identity = d.identity = SHARES
-        router = await known(await start_router(ds=[d, other]))
+        router = await start_router(ds=[d, other], identified=True)
         d.scripts = other.scripts = [reset]
         assert (await router.complete(n=2)).status_code == 200
         assert len(p.requests) == 2

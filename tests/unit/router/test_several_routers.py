@@ -13,7 +13,7 @@ from scripts.mock_engine import MockEngine
 from tests.redis_server import KEY, RedisServer
 from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import running_engine
+from tests.unit.router.mock_engine import running_engines
 
 pytestmark = pytest.mark.slow  # a Redis server
 
@@ -22,8 +22,8 @@ PROMPT = "A long system prompt that many users share. " * 200
 
 @pytest.fixture
 async def ps() -> AsyncIterator[list[MockEngine]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running_engine(usual_prefill)) for _ in range(4)]
+    async with running_engines(usual_prefill, 4) as engines:
+        yield engines
 
 
 @contextlib.asynccontextmanager

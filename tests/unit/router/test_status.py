@@ -23,9 +23,7 @@ from router.commands.status import (
 from router.server.router_state import state_of
 from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import usual_decode
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import running_engine
 
 METRICS = """\
 # TYPE disagg_router_requests_in_flight gauge
@@ -183,41 +181,40 @@ async def test_engines_with_one_engine_id_are_shown_counted_and_logged_once(
     start_router: StartRouter,
     p: MockEngine,
     d: MockEngine,
+    d2: MockEngine,
+    d3: MockEngine,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     p.identity, d.identity = _page("e", "10.0.0.1", 5600), _page("e", "10.0.0.2", 5600)
-    async with running_engine(usual_decode) as other, running_engine(usual_decode) as alias:
-        other.identity = _page("d2", "10.0.0.2", 5601)
-        alias.identity = _page("d2", "10.0.0.2", 5601)  # the same engine, known by two names
-        router = await start_router(ds=[d, other, alias])
-        await router.knows_its_engines()
-        sharing = sorted(router.engine(mock).name for mock in (p, d))
+    d2.identity = _page("d2", "10.0.0.2", 5601)
+    d3.identity = _page("d2", "10.0.0.2", 5601)  # the same engine, known by two names
+    router = await start_router(ds=[d, d2, d3])
+    await router.knows_its_engines()
+    sharing = sorted(router.engine(mock).name for mock in (p, d))
 
-        def logged() -> list[str]:
-            return [
-                r.getMessage() for r in caplog.records if "the same engine_id" in r.getMessage()
-            ]
+    def logged() -> list[str]:
+        return [r.getMessage() for r in caplog.records if "the same engine_id" in r.getMessage()]
 
-        await eventually(logged)
-        shared = {
-            name: router.metric("engine_shares_id", engine=name, role=role)
-            for name, role in ((one.name, one.role) for one in router.gateway.fleet.engines)
-        }
-        assert sorted(name for name, value in shared.items() if value) == sharing
-        assert len(shared) == 4
-        assert await asyncio.to_thread(main, [router.url]) == 0
-        (line,) = [one for one in capsys.readouterr().out.splitlines() if "engine_id" in one]
-        assert all(name in line for name in sharing)
-        assert router.engine(other).name not in line
-        (message,) = logged()
-        assert all(name in message for name in sharing)
-        d.identity = _page("d", "10.0.0.2", 5600)
-        router.engine(d).capabilities.note_identity(d.identity)
-        assert not any(
-            router.metric("engine_shares_id", engine=one.name, role=one.role)
-            for one in router.gateway.fleet.engines
-        )
+    await eventually(logged)
+    shared = {
+        name: router.metric("engine_shares_id", engine=name, role=role)
+        for name, role in ((one.name, one.role) for one in router.gateway.fleet.engines)
+    }
+    assert sorted(name for name, value in shared.items() if value) == sharing
+    assert len(shared) == 4
+    assert await asyncio.to_thread(main, [router.url]) == 0
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if "engine_id" in one]
+    assert all(name in line for name in sharing)
+    assert router.engine(d2).name not in line
+    (message,) = logged()
+    assert all(name in message for name in sharing)
+    d.identity = _page("d", "10.0.0.2", 5600)
+    router.engine(d).capabilities.note_identity(d.identity)
+    assert not any(
+        router.metric("engine_shares_id", engine=one.name, role=one.role)
+        for one in router.gateway.fleet.engines
+    )
 
 
 async def test_a_router_is_shown_as_it_is(

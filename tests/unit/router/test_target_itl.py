@@ -13,7 +13,7 @@ from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, c
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import fails, streaming_until, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import event, running_engine
+from tests.unit.router.mock_engine import event
 
 STEP_MODEL = {"base_ms": 10.0, "token_us": 50.0, "token_context_ns": 1.0, "context_ns": 30.0}
 RANK = {"num_blocks": 10_000, "block_size": 16, "max_step_tokens": 256, "step_model": STEP_MODEL}
@@ -177,32 +177,30 @@ async def test_a_queue_at_the_prefill_engine_sends_a_long_prompt_to_the_decode_e
 
 
 async def test_the_decode_engine_with_the_least_work_gets_the_prompt(
-    start_judged: StartRouter, p: MockEngine, d: MockEngine
+    start_judged: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other:
-        other.identity = identity()
-        router = await start_judged(ds=[d, other])
-        for busy, idle in ((d, other), (other, d)):
-            before = len(idle.requests)
-            router.engine(busy).add_local_prefill(0.4, 100)
-            for _ in range(2):  # the policy prefers each engine in turn
-                await router.complete(prompt=PROMPT)
-            router.engine(busy).add_local_prefill(-0.4, -100)
-            assert len(idle.requests) == before + 2
-        assert (len(p.requests), sooner(router)) == (0, 4)
+    d2.identity = identity()
+    router = await start_judged(ds=[d, d2])
+    for busy, idle in ((d, d2), (d2, d)):
+        before = len(idle.requests)
+        router.engine(busy).add_local_prefill(0.4, 100)
+        for _ in range(2):  # the policy prefers each engine in turn
+            await router.complete(prompt=PROMPT)
+        router.engine(busy).add_local_prefill(-0.4, -100)
+        assert len(idle.requests) == before + 2
+    assert (len(p.requests), sooner(router)) == (0, 4)
 
 
 async def test_a_failed_decode_engine_is_replaced_by_another_that_computes_the_prompt(
-    start_judged: StartRouter, p: MockEngine, d: MockEngine
+    start_judged: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other:
-        d.usual, other.identity = fails, identity()
-        router = await start_judged(ds=[d, other])
-        router.engine(other).add_local_prefill(0.1, 1)
-        assert (await router.complete(prompt=PROMPT)).status_code == 200
-        router.engine(other).add_local_prefill(-0.1, -1)
-        assert (len(p.requests), len(d.requests), len(other.requests)) == (0, 1, 1)
-        await router.settled()
+    d.usual, d2.identity = fails, identity()
+    router = await start_judged(ds=[d, d2])
+    router.engine(d2).add_local_prefill(0.1, 1)
+    assert (await router.complete(prompt=PROMPT)).status_code == 200
+    router.engine(d2).add_local_prefill(-0.1, -1)
+    assert (len(p.requests), len(d.requests), len(d2.requests)) == (0, 1, 1)
+    await router.settled()
 
 
 async def test_without_a_prefill_engine_the_setting_for_that_case_decides(
@@ -226,23 +224,22 @@ async def test_a_prompt_that_is_computed_locally_is_not_pushed(
 
 
 async def test_a_request_stays_at_the_engine_where_it_has_a_slot(
-    start_judged: StartRouter, p: MockEngine, d: MockEngine, held: asyncio.Event
+    start_judged: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, held: asyncio.Event
 ) -> None:
     """Another engine with less work may have no room."""
-    async with running_engine(usual_decode) as other:
-        other.identity = identity()
-        router = await start_judged(ds=[d, other], max_engine_requests=1)
-        router.engine(other).add_local_prefill(0.4, 0)
-        async with asyncio.TaskGroup() as group:
-            asking = group.create_task(router.stream(prompt=PROMPT))
-            await eventually(lambda: d.requests)
-            # It would be sooner at `d`, which has no room.
-            assert (await router.complete(prompt=PROMPT)).status_code == 200
-            assert len(d.requests) == 1
-            held.set()
-        assert asking.result().status_code == 200
-        router.engine(other).add_local_prefill(-0.4, 0)
-        await router.settled()
+    d2.identity = identity()
+    router = await start_judged(ds=[d, d2], max_engine_requests=1)
+    router.engine(d2).add_local_prefill(0.4, 0)
+    async with asyncio.TaskGroup() as group:
+        asking = group.create_task(router.stream(prompt=PROMPT))
+        await eventually(lambda: d.requests)
+        # It would be sooner at `d`, which has no room.
+        assert (await router.complete(prompt=PROMPT)).status_code == 200
+        assert len(d.requests) == 1
+        held.set()
+    assert asking.result().status_code == 200
+    router.engine(d2).add_local_prefill(-0.4, 0)
+    await router.settled()
 
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "word " * 20_000}}
@@ -271,33 +268,31 @@ async def test_the_prefill_engine_computes_chats_that_are_long_by_more_than_thei
 
 
 async def test_an_engine_that_has_just_failed_gets_no_prompt_although_it_looks_idle(
-    start_judged: StartRouter, d: MockEngine
+    start_judged: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other:
-        d.usual, other.identity = fails, identity()
-        router = await start_judged(ds=[d, other])
-        router.engine(other).add_load(1, 200)
-        for _ in range(4):
-            assert (await router.complete(prompt=PROMPT)).status_code == 200
-        router.engine(other).add_load(-1, -200)
-        assert len(d.requests) == 1
+    d.usual, d2.identity = fails, identity()
+    router = await start_judged(ds=[d, d2])
+    router.engine(d2).add_load(1, 200)
+    for _ in range(4):
+        assert (await router.complete(prompt=PROMPT)).status_code == 200
+    router.engine(d2).add_load(-1, -200)
+    assert len(d.requests) == 1
 
 
 async def test_a_session_stays_at_its_decode_engine(
-    start_judged: StartRouter, d: MockEngine
+    start_judged: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other:
-        other.identity = identity()
-        router = await start_judged(ds=[d, other], decode_policy="session")
-        body = {"model": "m", "prompt": PROMPT, "max_tokens": 3}
-        for number in range(4):
-            headers = {"x-session-id": "s"}
-            await router.client.post("/v1/completions", json=body, headers=headers)
-            home = d if d.requests else other
-            if not number:
-                router.engine(home).add_load(1, 300)
-        router.engine(home).add_load(-1, -300)
-        assert len(home.requests) == 4
+    d2.identity = identity()
+    router = await start_judged(ds=[d, d2], decode_policy="session")
+    body = {"model": "m", "prompt": PROMPT, "max_tokens": 3}
+    for number in range(4):
+        headers = {"x-session-id": "s"}
+        await router.client.post("/v1/completions", json=body, headers=headers)
+        home = d if d.requests else d2
+        if not number:
+            router.engine(home).add_load(1, 300)
+    router.engine(home).add_load(-1, -300)
+    assert len(home.requests) == 4
 
 
 async def test_the_rank_that_a_client_names_is_judged(

@@ -243,9 +243,7 @@ async def test_in_a_push_each_engine_is_told_of_its_own_leg(
     ranks = [{"dp_rank": 0, **where, "tp_size": 1, "pp_size": 1}]
     p.identity = {"capabilities": [], "transfer_modes": ["push"], "ranks": ranks}
     d.identity = {"capabilities": [], "transfer_modes": ["push"]}
-    router = await start_router(transfer_mode="push")
-    engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.capabilities.is_identity_known for e in engines))
+    router = await start_router(transfer_mode="push", identified=True)
     assert (await router.complete()).status_code == 200
     spans = await one_request(collector)
     assert trace_of(p)[1] == spans["prefill"].span_id

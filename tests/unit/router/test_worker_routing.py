@@ -17,7 +17,7 @@ from router.coordination.peers import MAX_REPORT_BYTES, PeerReport
 from scripts.mock_engine import MockEngine
 from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import running_engine
+from tests.unit.router.mock_engine import running_engines
 from tests.unit.router.processes import RouterProcess, started_router
 
 pytestmark = pytest.mark.slow  # processes
@@ -62,8 +62,8 @@ class Listener:
 
 @pytest.fixture
 async def ps() -> AsyncIterator[list[MockEngine]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running_engine(usual_prefill)) for _ in range(4)]
+    async with running_engines(usual_prefill, 4) as engines:
+        yield engines
 
 
 @pytest.fixture

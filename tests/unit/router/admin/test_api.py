@@ -20,7 +20,7 @@ from router.settings import Settings
 from scripts.mock_engine import DONE, MockEngine
 from tests.unit.router.engine_scripts import answer_after, streaming_until, usual_decode
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import event, running_engine
+from tests.unit.router.mock_engine import event
 
 TOKEN = "0123456789abcdef"
 
@@ -114,22 +114,24 @@ async def test_engines_are_told_with_all_that_is_known(p: MockEngine, d: MockEng
         assert (second["role"], second["name"]) == ("decode", f"127.0.0.1:{d.port}")
 
 
-async def test_an_engine_comes_serves_drains_and_goes(p: MockEngine, d: MockEngine) -> None:
-    async with administered([p], [d]) as here, running_engine(usual_decode) as other:
-        entry = {"url": f"http://127.0.0.1:{other.port}", "role": "decode"}
+async def test_an_engine_comes_serves_drains_and_goes(
+    p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    async with administered([p], [d]) as here:
+        entry = {"url": f"http://127.0.0.1:{d2.port}", "role": "decode"}
         answer = await here.api.post("/admin/engines", json=entry)
         assert (answer.status_code, answer.json()["sources"]) == (201, ["admin"])
-        engine = here.router.engine(other)
+        engine = here.router.engine(d2)
         await eventually(lambda: engine.health is Health.HEALTHY)
         path = f"/admin/engines/127.0.0.1:{d.port}"
         drained = (await here.api.post(f"{path}/drain")).json()
         assert (drained["intent"], drained["drained"]) == ("draining", True)
         for _ in range(4):
             assert (await here.router.complete()).status_code == 200
-        assert (len(d.requests), len(other.requests)) == (0, 4)
+        assert (len(d.requests), len(d2.requests)) == (0, 4)
         assert error_of(await here.api.delete(path)).endswith("it is listed by flags")
         assert (await here.api.post(f"{path}/resume")).json()["intent"] == "serving"
-        added = f"/admin/engines/127.0.0.1:{other.port}"
+        added = f"/admin/engines/127.0.0.1:{d2.port}"
         assert (await here.api.delete(added)).status_code == 204
         await eventually(lambda: len(here.router.gateway.fleet.engines) == 2)
         assert (await here.api.get(added)).status_code == 404
@@ -199,9 +201,9 @@ async def test_groups_are_weighed(p: MockEngine, d: MockEngine) -> None:
         assert (await here.groups())["default"]["weight"] == 4.0
 
 
-async def test_half_a_group_is_seen(p: MockEngine, d: MockEngine) -> None:
-    async with administered([p], [d]) as here, running_engine(usual_decode) as other:
-        entry = {"url": f"http://127.0.0.1:{other.port}", "role": "decode", "group": "green"}
+async def test_half_a_group_is_seen(p: MockEngine, d: MockEngine, d2: MockEngine) -> None:
+    async with administered([p], [d]) as here:
+        entry = {"url": f"http://127.0.0.1:{d2.port}", "role": "decode", "group": "green"}
         await here.api.post("/admin/engines", json=entry)
         green = (await here.groups())["green"]
         assert (green["prefillers"], green["decoders"], green["complete"]) == (0, 1, False)

@@ -164,13 +164,11 @@ async def test_scaling_by_hand_under_load_costs_no_client_anything(workers: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
-    p: MockEngine, d: MockEngine, workers: int
+    p: MockEngine, d: MockEngine, p2: MockEngine, workers: int
 ) -> None:
     go_on = asyncio.Event()
-    async with administered(p, d, workers) as (router, api), running_engine(usual_prefill) as other:
-        await api.post(
-            "/admin/engines", json={"url": f"http://{name_of(other)}", "role": "prefill"}
-        )
+    async with administered(p, d, workers) as (router, api):
+        await api.post("/admin/engines", json={"url": f"http://{name_of(p2)}", "role": "prefill"})
         d.usual = answer_after(go_on, usual_decode)
         asking = [asyncio.create_task(ask(router)) for _ in range(8)]
         await eventually(lambda: len(d.requests) == 8, 60)
@@ -190,9 +188,11 @@ async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
 
 
 @pytest.mark.slow
-async def test_a_worker_that_is_started_again_drains_still(p: MockEngine, d: MockEngine) -> None:
-    async with administered(p, d, 2) as (router, api), running_engine(usual_decode) as other:
-        entry = {"url": f"http://{name_of(other)}", "role": "decode"}
+async def test_a_worker_that_is_started_again_drains_still(
+    p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    async with administered(p, d, 2) as (router, api):
+        entry = {"url": f"http://{name_of(d2)}", "role": "decode"}
         assert (await api.post("/admin/engines", json=entry)).status_code == 201
         await api.post(f"/admin/engines/{name_of(d)}/drain")
         await api.put("/admin/groups/default", json={"weight": 0.5})
@@ -216,44 +216,43 @@ async def test_a_worker_that_is_started_again_drains_still(p: MockEngine, d: Moc
         before = len(d.requests)
         assert [await ask(router) for _ in range(12)] == [200] * 12
         assert len(d.requests) == before
-        assert len(other.requests) == 12
+        assert len(d2.requests) == 12
 
 
 @pytest.mark.slow
 async def test_a_worker_that_is_started_again_knows_what_a_file_said_that_is_broken_now(
-    p: MockEngine, d: MockEngine, tmp_path: Path
+    p: MockEngine, d: MockEngine, d2: MockEngine, d3: MockEngine, tmp_path: Path
 ) -> None:
     file = tmp_path / "engines.yaml"
-    async with running_engine(usual_decode) as other, running_engine(usual_decode) as late:
-        file.write_text(listing(d))
-        async with administered(p, d, 2, f"--engines-file={file}") as (router, api):
+    file.write_text(listing(d))
+    async with administered(p, d, 2, f"--engines-file={file}") as (router, api):
 
-            async def all_know(*engines: MockEngine) -> bool:
-                told = (await api.get("/admin/engines")).json()
-                listed = {e["name"] for e in told["engines"] if e["sources"][-1:] == ["file"]}
-                is_whole = told["workers"]["answered"] == 2
-                is_well = {e["health"] for e in told["engines"]} == {"healthy"}
-                return is_whole and is_well and listed == {name_of(one) for one in engines}
+        async def all_know(*engines: MockEngine) -> bool:
+            told = (await api.get("/admin/engines")).json()
+            listed = {e["name"] for e in told["engines"] if e["sources"][-1:] == ["file"]}
+            is_whole = told["workers"]["answered"] == 2
+            is_well = {e["health"] for e in told["engines"]} == {"healthy"}
+            return is_whole and is_well and listed == {name_of(one) for one in engines}
 
-            file.write_text(listing(d, other))
-            await until(partial(all_know, d, other))
-            await api.post(f"/admin/engines/{name_of(d)}/drain")
-            file.write_text("engines: [{url: broken}]")
-            await router.until("source file: .*engine 1: ")
-            pids = [int(line.split()[-1]) for line in router.lines if " is process " in line]
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-            async with asyncio.timeout(40):
-                for _ in pids:
-                    await router.until(r"worker \d is process")
-            await until(partial(all_know, d, other))
-            assert [await ask(router) for _ in range(6)] == [200] * 6
-            assert len(other.requests) >= 6
-            async with httpx.AsyncClient(base_url=router.url, verify=PLAIN) as client:
-                ready = await client.get("/ready")
-            assert (ready.status_code, "engine 1" in ready.json()["sources"]["file"]) == (200, True)
-            file.write_text(listing(d, late))
-            await until(partial(all_know, d, late))
+        file.write_text(listing(d, d2))
+        await until(partial(all_know, d, d2))
+        await api.post(f"/admin/engines/{name_of(d)}/drain")
+        file.write_text("engines: [{url: broken}]")
+        await router.until("source file: .*engine 1: ")
+        pids = [int(line.split()[-1]) for line in router.lines if " is process " in line]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(40):
+            for _ in pids:
+                await router.until(r"worker \d is process")
+        await until(partial(all_know, d, d2))
+        assert [await ask(router) for _ in range(6)] == [200] * 6
+        assert len(d2.requests) >= 6
+        async with httpx.AsyncClient(base_url=router.url, verify=PLAIN) as client:
+            ready = await client.get("/ready")
+        assert (ready.status_code, "engine 1" in ready.json()["sources"]["file"]) == (200, True)
+        file.write_text(listing(d, d3))
+        await until(partial(all_know, d, d3))
 
 
 def listing(*engines: MockEngine) -> str:

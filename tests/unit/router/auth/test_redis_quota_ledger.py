@@ -18,7 +18,7 @@ from scripts.mock_engine import MockEngine
 from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import hanging
-from tests.unit.router.harness import eventually
+from tests.unit.router.harness import count_of, eventually
 from tests.unit.router.test_api_key_requests import KEY, WriteKeys, ask, entry, keys
 
 pytestmark = pytest.mark.slow  # a Redis server
@@ -159,7 +159,7 @@ async def test_what_others_put_there_is_a_failure_and_no_fault(
         else:
             with pytest.raises(LedgerUnavailableError):
                 await ledger.take(LIMITED, "1", 1)
-            assert errors.labels("take", "failed")._value.get() == 1
+            assert count_of(errors, "take", "failed") == 1
 
 
 async def test_a_cluster_does_it_too() -> None:

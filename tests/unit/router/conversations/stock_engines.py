@@ -39,7 +39,7 @@ class StockPair:
         body = request.json
         if request.path == "/tokenize":
             self.tokenized.append(body)
-            ids = self._render(body)
+            ids = self.render(body)
             ids = ids[:-1] if self.tokenizes_wrongly else ids
             await peer.answer({"count": len(ids), "tokens": ids}, self.tokenize_status)
             return
@@ -133,9 +133,9 @@ class StockPair:
             count: int = body.get("truncate_prompt_tokens", 0)
             return list(body["prompt"][-count:])
         given = (body.get("kv_transfer_params") or {}).get("prompt_token_ids")
-        return given if given and self.takes_ids else [*self.changes, *self._render(body)]
+        return given if given and self.takes_ids else [*self.changes, *self.render(body)]
 
-    def _render(self, body: dict[str, Any]) -> Ids:
+    def render(self, body: dict[str, Any]) -> Ids:
         asked = {"add_generation_prompt": True, **body.get("chat_template_kwargs", {})}
         return tokens(self._template.render(body, **asked))
 

@@ -12,7 +12,6 @@ from tests.unit.router.conversations.engines import (
     KEPT,
     decoding,
     delta,
-    prefilling,
     rejecting,
     sse,
     stream,
@@ -38,11 +37,6 @@ REJECTIONS: dict[str, list[bytes]] = {
         DONE,
     ],
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def engines(p: MockEngine, d: MockEngine) -> None:
-    p.usual, d.usual = prefilling(), decoding()
 
 
 async def plain(router: Router, **fields: Any) -> str:

@@ -24,11 +24,6 @@ PAGE = "/disagg/release"
 CAPABLE = {"capabilities": ["cache_hit_threshold", "release"]}
 
 
-@pytest.fixture(autouse=True)
-def engines(p: MockEngine, d: MockEngine) -> None:
-    p.usual, d.usual = prefilling(), decoding()
-
-
 async def heard(router: Router, role: EngineRole) -> Engine:
     """The engine of that role, once the router knows that it has the page."""
     (engine,) = router.gateway.fleet.usable_engines(role)
@@ -198,21 +193,20 @@ async def test_a_turn_whose_prefill_fails_or_is_left_is_given_back(
 
 
 async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(decoding()) as other:
-        router = await start_router(ds=[d, other], affinity_load_floor=1, affinity_load_factor=1)
-        d.identity = other.identity = CAPABLE
-        await chat(router, ASKED)
-        home = d if d.requests else other
-        engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
-        assert engine is not None
-        await told(engine)
-        engine.add_load(5, 0)
-        await chat(router, AGAIN)
-        assert (offered(p), turns(router, "decoder_overloaded")) == (None, 1)
-        await eventually(lambda: given_back(home) == [KEPT])
-        engine.add_load(-5, 0)
+    router = await start_router(ds=[d, d2], affinity_load_floor=1, affinity_load_factor=1)
+    d.identity = d2.identity = CAPABLE
+    await chat(router, ASKED)
+    home = d if d.requests else d2
+    engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
+    assert engine is not None
+    await told(engine)
+    engine.add_load(5, 0)
+    await chat(router, AGAIN)
+    assert (offered(p), turns(router, "decoder_overloaded")) == (None, 1)
+    await eventually(lambda: given_back(home) == [KEPT])
+    engine.add_load(-5, 0)
 
 
 @pytest.mark.parametrize("alone", [True, False])

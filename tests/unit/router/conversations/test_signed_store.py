@@ -16,6 +16,7 @@ from router.conversations.store import (
     ValueSigner,
 )
 from tests.unit.router.conversations.test_stores import Clock
+from tests.unit.router.harness import count_of
 
 OLD, NEW = b"an old key of 24 bytes..", b"a new key of 24 bytes..."
 
@@ -31,7 +32,7 @@ class Desk:
         self.store = SignedStore(self.shared, signer, self.errors, 450, self.clock)
 
     def unverified(self, operation: str) -> float:
-        return float(self.errors.labels(operation, "unverified")._value.get())
+        return count_of(self.errors, operation, "unverified")
 
     def sealed(self, key: str, value: bytes) -> bytes:
         """As another router with our key would have put it."""

@@ -16,6 +16,7 @@ from router.common.redis_backend import create_redis_clients
 from router.conversations.redis_store import NAMESPACE, RedisStore
 from router.conversations.store import MemoryStore, Store, StoreError
 from tests.redis_server import RedisServer
+from tests.unit.router.harness import count_of
 
 
 def redis_store(url: str, password: str | None, timeout: float) -> RedisStore:
@@ -201,8 +202,8 @@ async def test_a_failing_store_is_asked_once_in_a_while_and_again_when_it_is_bac
     assert await store.run("take", command) == b"x"
     said = [record.levelname for record in caplog.records]
     assert said == ["WARNING", "INFO"], "one line when it goes, one when it is back"
-    assert errors.labels("take", "failed")._value.get() == 1
-    assert errors.labels("take", "skipped")._value.get() == 19
+    assert count_of(errors, "take", "failed") == 1
+    assert count_of(errors, "take", "skipped") == 19
 
 
 async def test_only_one_call_tries_a_store_that_may_be_back() -> None:

@@ -272,7 +272,7 @@ async def test_ids_of_one_group_are_not_the_prompt_in_another(
         newer.prompts.clear()
         messages.append(question("and now?"))
         await ask(router, messages, conversation_id=str(number))
-        assert newer.prompts == [newer._render({"messages": messages})]
+        assert newer.prompts == [newer.render({"messages": messages})]
 
 
 def identity(group: str, engine_id: str) -> dict[str, Any]:

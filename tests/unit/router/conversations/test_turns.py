@@ -25,7 +25,7 @@ from tests.unit.router.conversations.engines import (
 )
 from tests.unit.router.engine_scripts import answer_after, answering, reset, usual_decode
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, event, running_engine
+from tests.unit.router.mock_engine import PARAMS, event
 from tests.unit.router.processes import serving_router
 
 ASKED: list[Any] = [{"role": "user", "content": "how are you?"}]
@@ -33,11 +33,6 @@ SAID = {"role": "assistant", "content": "fine"}
 AGAIN: list[Any] = [*ASKED, SAID, {"role": "user", "content": "and now?"}]
 PLAIN = {"do_remote_decode", "do_remote_prefill", "remote_engine_id", "remote_block_ids"}
 PLAIN |= {"remote_host", "remote_port"}
-
-
-@pytest.fixture(autouse=True)
-def engines(p: MockEngine, d: MockEngine) -> None:
-    p.usual, d.usual = prefilling(), decoding()
 
 
 async def chat(
@@ -577,51 +572,48 @@ async def test_a_turn_that_may_be_dropped_is_offered_to_prefillers_that_hear_of_
 
 
 async def test_a_turn_goes_back_to_its_decoder(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, p2: MockEngine
 ) -> None:
-    async with running_engine(decoding()) as other, running_engine(prefilling()) as second:
-        router = await start_router(ps=[p, second], ds=[d, other], prefill_policy="session")
-        everyone = (d, other, p, second)
-        for name in "abcdef":
-            await chat(router, ASKED, conversation_id=name)
-            first = [len(engine.requests) for engine in everyone]
-            await chat(router, AGAIN, conversation_id=name)
-            again = [len(engine.requests) for engine in everyone]
-            for engine in everyone:
-                engine.requests.clear()
-            assert sorted(first) == [0, 0, 1, 1]
-            assert again == [2 * count for count in first]
-        assert turns(router, "hit") == 6
+    router = await start_router(ps=[p, p2], ds=[d, d2], prefill_policy="session")
+    everyone = (d, d2, p, p2)
+    for name in "abcdef":
+        await chat(router, ASKED, conversation_id=name)
+        first = [len(engine.requests) for engine in everyone]
+        await chat(router, AGAIN, conversation_id=name)
+        again = [len(engine.requests) for engine in everyone]
+        for engine in everyone:
+            engine.requests.clear()
+        assert sorted(first) == [0, 0, 1, 1]
+        assert again == [2 * count for count in first]
+    assert turns(router, "hit") == 6
 
 
 async def test_an_entry_whose_decoder_is_gone_is_dropped(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(decoding()) as other:
-        router = await start_router(ds=[d, other])
-        await chat(router, ASKED)
-        lost = d if d.requests else other
-        lost.healthy = False
-        await eventually(lambda: len(router.gateway.fleet.usable_engines(EngineRole.DECODE)) == 1)
-        await chat(router, AGAIN)
-        assert offered(p) is None
-        assert turns(router, "decoder_gone") == 1
+    router = await start_router(ds=[d, d2])
+    await chat(router, ASKED)
+    lost = d if d.requests else d2
+    lost.healthy = False
+    await eventually(lambda: len(router.gateway.fleet.usable_engines(EngineRole.DECODE)) == 1)
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert turns(router, "decoder_gone") == 1
 
 
 async def test_a_conversation_moves_on_from_a_decoder_that_drains(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     """It is not asked any more, and what it keeps is read from it all the same."""
-    async with running_engine(decoding()) as other:
-        router = await start_router(ds=[d, other])
-        await chat(router, ASKED)
-        home, next_home = (d, other) if d.requests else (other, d)
-        router.gateway.fleet.set_intent(router.engine(home), Intent.DRAINING)
-        await chat(router, AGAIN)
-        assert offered(p) is not None
-        assert next_home.requests
-        assert len(home.requests) == 1
-        assert turns(router, "hit") == 1
+    router = await start_router(ds=[d, d2])
+    await chat(router, ASKED)
+    home, next_home = (d, d2) if d.requests else (d2, d)
+    router.gateway.fleet.set_intent(router.engine(home), Intent.DRAINING)
+    await chat(router, AGAIN)
+    assert offered(p) is not None
+    assert next_home.requests
+    assert len(home.requests) == 1
+    assert turns(router, "hit") == 1
 
 
 async def test_an_entry_from_before_its_decoder_was_lost_is_dropped(
@@ -671,26 +663,25 @@ async def test_an_entry_that_is_too_old_is_not_used_and_counted(
 
 
 async def test_an_overloaded_decoder_is_left(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     release = asyncio.Event()
-    async with running_engine(decoding()) as other:
-        router = await start_router(ds=[d, other], affinity_load_floor=2, affinity_load_factor=1.0)
-        await chat(router, ASKED)
-        home = d if d.requests else other
-        engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
-        assert engine is not None
-        home.usual = answer_after(release, usual_decode)
-        waiting: list[asyncio.Task[Any]] = []
-        while engine.in_flight < 3:
-            waiting.append(asyncio.create_task(router.complete()))
-            count = len(waiting)
-            await eventually(lambda n=count: sum(len(e.requests) for e in (d, other)) > n)  # type: ignore[misc] # the default binds the loop's value
-        await chat(router, AGAIN)
-        assert offered(p) is None
-        assert turns(router, "decoder_overloaded") == 1
-        release.set()
-        await asyncio.gather(*waiting)
+    router = await start_router(ds=[d, d2], affinity_load_floor=2, affinity_load_factor=1.0)
+    await chat(router, ASKED)
+    home = d if d.requests else d2
+    engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
+    assert engine is not None
+    home.usual = answer_after(release, usual_decode)
+    waiting: list[asyncio.Task[Any]] = []
+    while engine.in_flight < 3:
+        waiting.append(asyncio.create_task(router.complete()))
+        count = len(waiting)
+        await eventually(lambda n=count: sum(len(e.requests) for e in (d, d2)) > n)  # type: ignore[misc] # the default binds the loop's value
+    await chat(router, AGAIN)
+    assert offered(p) is None
+    assert turns(router, "decoder_overloaded") == 1
+    release.set()
+    await asyncio.gather(*waiting)
 
 
 async def test_a_failed_pull_is_tried_again_without_and_nobody_hears_of_it(

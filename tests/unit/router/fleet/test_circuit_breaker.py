@@ -99,10 +99,11 @@ def test_pauses_grow_to_a_limit_and_start_over_after_a_success() -> None:
     assert next_pause() == 1
 
 
-@pytest.mark.parametrize("good_before", [0, 5, 1000, 1_000_000])
+@pytest.mark.parametrize("good_before", [0, 5, 1000, 100_000])
 def test_failures_of_half_the_legs_open_the_circuit_whatever_the_past(good_before: int) -> None:
     breaker = CircuitBreaker(BreakerRules())
-    breaker._successes = good_before
+    for _ in range(good_before):
+        breaker.record_success()
     legs = 0
     while breaker.record_failure() is None:
         breaker.record_success()

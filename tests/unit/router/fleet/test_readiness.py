@@ -15,11 +15,10 @@ from router.fleet.views import build_fleet_view
 from router.settings import Settings
 from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import usual_decode, usual_prefill
+from tests.unit.router.engine_scripts import usual_decode
 from tests.unit.router.fleet.test_consistency import fleet_of
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
 from tests.unit.router.harness import Router, eventually, running_router
-from tests.unit.router.mock_engine import running_engine
 
 PAIR = ((PREFILL, "default"), (DECODE, "default"))
 
@@ -142,16 +141,15 @@ async def test_decode_engine_without_connector_degrades_and_gets_no_prefilled_pr
 
 
 async def test_decode_engine_with_connector_is_preferred_to_one_without(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, p2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other, running_engine(usual_prefill) as p2:
-        p.identity = d.identity = page()
-        p2.identity = other.identity = NO_CONNECTOR_PAGE
-        router = await start_router(ps=[p, p2], ds=[d, other], without_prefiller="decode")
-        await eventually(lambda: all(e.health == "healthy" for e in router.gateway.fleet.engines))
-        for _ in range(4):
-            assert (await router.complete()).status_code == 200
-        assert (len(d.requests), len(other.requests), len(p2.requests)) == (4, 0, 0)
+    p.identity = d.identity = page()
+    p2.identity = d2.identity = NO_CONNECTOR_PAGE
+    router = await start_router(ps=[p, p2], ds=[d, d2], without_prefiller="decode")
+    await eventually(lambda: all(e.health == "healthy" for e in router.gateway.fleet.engines))
+    for _ in range(4):
+        assert (await router.complete()).status_code == 200
+    assert (len(d.requests), len(d2.requests), len(p2.requests)) == (4, 0, 0)
 
 
 @pytest.mark.parametrize("lacking", ["prefill", "decode"])

@@ -37,7 +37,7 @@ async def start_pool() -> AsyncIterator[StartPool]:
     for pool in pools:
         pool.close()
     await eventually(lambda: not any(pool.open_count for pool in pools))
-    assert not deadlines._watched
+    assert not deadlines.watched_count
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 

@@ -7,8 +7,9 @@ import os
 import resource
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from time import monotonic as now
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -271,9 +272,24 @@ async def test_engine_sockets_notice_a_vanished_host(engine: MockEngine) -> None
     made[0].abort()
 
 
+def raising(error: Exception) -> Callable[..., Awaitable[Any]]:
+    async def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+async def error_of_connect(loop: object) -> type[Exception]:
+    attempt = ConnectAttempt("localhost", 1, soon(), LONG, Deadlines())
+    with pytest.raises(UpstreamError) as caught:
+        await attempt.run(cast(asyncio.AbstractEventLoop, loop), asyncio.Protocol)
+    return type(caught.value)
+
+
 async def test_resolver_errors_are_unresolved_errors() -> None:
     """Without a descriptor left it may say EINVAL."""
-    attempt = ConnectAttempt("localhost", 1, now() + 5, 5, Deadlines())
-    assert type(attempt._classify(OSError(errno.EINVAL, "Invalid argument"))) is UnresolvedError
-    attempt._is_resolved = True
-    assert type(attempt._classify(OSError(errno.ECONNREFUSED, "refused"))) is ConnectRefusedError
+    loop = SimpleNamespace(getaddrinfo=raising(OSError(errno.EINVAL, "Invalid argument")))
+    assert await error_of_connect(loop) is UnresolvedError
+    loop.getaddrinfo = asyncio.get_running_loop().getaddrinfo
+    loop.create_connection = raising(OSError(errno.ECONNREFUSED, "refused"))
+    assert await error_of_connect(loop) is ConnectRefusedError

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
+from router.http_client import pool as pool_module
 from router.http_client.connecting import SOCKET_OPTIONS
 from router.http_client.errors import (
     BrokenAnswerError,
@@ -52,13 +53,15 @@ async def test_a_kept_connection_lost_before_an_answer_is_stale_and_not_retried(
 
 @pytest.mark.parametrize("script", [saying(b""), reset])
 async def test_a_kept_connection_that_is_lost_late_is_not_stale(
-    pool: EnginePool, engine: MockEngine, script: Callable[[Received, Peer], Awaitable[None]]
+    pool: EnginePool,
+    engine: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    script: Callable[[Received, Peer], Awaitable[None]],
 ) -> None:
     """The engine had the request for as long as it takes to work on it."""
 
     async def late(request: Received, peer: Peer) -> None:
-        (connection,) = pool._open
-        connection.sent_at -= 4.0
+        monkeypatch.setattr(pool_module, "STALE_WITHIN_S", 0.0)
         await script(request, peer)
 
     await body_of(pool)
@@ -129,9 +132,7 @@ async def test_a_connection_that_was_idle_for_too_long_is_not_used(
     pool: EnginePool, engine: MockEngine
 ) -> None:
     await body_of(pool)
-    (kept,) = pool._idle
-    kept.idle_since -= 2.0
-    assert pool.send_on_idle(REQUEST, soon(), max_idle_s=1.0) is None
+    assert pool.send_on_idle(REQUEST, soon(), max_idle_s=0.0) is None
     assert pool.idle_count == 1, "it stays for others"
     answer = pool.send_on_idle(REQUEST, soon(), max_idle_s=3.0)
     assert answer is not None

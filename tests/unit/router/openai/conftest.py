@@ -1,4 +1,4 @@
-"""Fixtures: a decoder that chats."""
+"""Fixtures: decode engines that chat."""
 
 from collections.abc import AsyncIterator
 
@@ -11,5 +11,11 @@ from tests.unit.router.openai.chats import says_hello
 
 @pytest.fixture
 async def d() -> AsyncIterator[MockEngine]:
+    async with running_engine(says_hello) as engine:
+        yield engine
+
+
+@pytest.fixture
+async def d2() -> AsyncIterator[MockEngine]:
     async with running_engine(says_hello) as engine:
         yield engine

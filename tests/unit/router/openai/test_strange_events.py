@@ -9,8 +9,7 @@ import pytest
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, streaming
-from tests.unit.router.mock_engine import running_engine
-from tests.unit.router.openai.chats import events_of, says_hello
+from tests.unit.router.openai.chats import events_of
 
 HI = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -94,20 +93,19 @@ async def test_odd_event_is_read_whole_and_streamed(
 @PATHS
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
 async def test_unreadable_event_is_retried_before_the_first_byte(
-    start_router: StartRouter, d: MockEngine, path: str, data: bytes
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, path: str, data: bytes
 ) -> None:
-    async with running_engine(says_hello) as other:
-        router = await start_router(ds=[d, other])
-        d.usual = streaming(FIRST + sse(data) + LAST + DONE)
-        answer = await router.client.post(path, json={**BODIES[path], "stream": True})
-        events = events_of(answer.text)
-        assert text_in(events) == "Hello"
-        assert events[-1]["type"] in ("message_stop", "response.completed")
-        assert [one.get("sequence_number", place) for place, one in enumerate(events)] == [
-            *range(len(events))
-        ]
-        await router.settled()
-        assert router.engine(d).breaker.failures == 1
+    router = await start_router(ds=[d, d2])
+    d.usual = streaming(FIRST + sse(data) + LAST + DONE)
+    answer = await router.client.post(path, json={**BODIES[path], "stream": True})
+    events = events_of(answer.text)
+    assert text_in(events) == "Hello"
+    assert events[-1]["type"] in ("message_stop", "response.completed")
+    assert [one.get("sequence_number", place) for place, one in enumerate(events)] == [
+        *range(len(events))
+    ]
+    await router.settled()
+    assert router.engine(d).breaker.failures == 1
 
 
 @PATHS
@@ -154,12 +152,11 @@ async def test_unreadable_event_ends_a_stream_that_has_begun_with_an_error(
 @PATHS
 @pytest.mark.parametrize("data", UNREADABLE.values(), ids=UNREADABLE)
 async def test_unreadable_answer_is_retried(
-    start_router: StartRouter, d: MockEngine, path: str, data: bytes
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, path: str, data: bytes
 ) -> None:
     whole = answering(200, data.replace(b'"delta"', b'"finish_reason": "stop", "message"'))
-    async with running_engine(says_hello) as other:
-        router = await start_router(ds=[d, other])
-        d.usual = whole
-        answer = await router.client.post(path, json=BODIES[path])
-        assert answer.status_code == 200
-        assert "Hello" in answer.text
+    router = await start_router(ds=[d, d2])
+    d.usual = whole
+    answer = await router.client.post(path, json=BODIES[path])
+    assert answer.status_code == 200
+    assert "Hello" in answer.text

@@ -115,7 +115,7 @@ async def not_accepting(asked: Asked) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def lost_in_connect(asked: Asked) -> AsyncIterator[None]:
     async def lose() -> None:
-        await eventually(lambda: asked.engine.pool._attempts)
+        await eventually(lambda: asked.engine.pool.connecting_count)
         asked.engine.pool.fail_legs(LOST)
 
     async with not_accepting(asked):
@@ -127,7 +127,7 @@ async def lost_in_connect(asked: Asked) -> AsyncIterator[None]:
 @contextlib.asynccontextmanager
 async def unresolved(asked: Asked) -> AsyncIterator[None]:
     asked.engine.pool.close()
-    asked.engine.pool._host = "nowhere.invalid"
+    asked.engine.pool.host = "nowhere.invalid"
     yield
 
 
@@ -140,8 +140,8 @@ async def speaking_no_tls(asked: Asked) -> AsyncIterator[None]:
 
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
         asked.engine.pool.close()
-        asked.engine.pool._port = server.sockets[0].getsockname()[1]
-        asked.engine.pool._tls = EngineTls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        asked.engine.pool.port = server.sockets[0].getsockname()[1]
+        asked.engine.pool.tls = EngineTls(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
         yield
 
 

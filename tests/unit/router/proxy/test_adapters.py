@@ -2,7 +2,6 @@
 preferred."""
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answer_after, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine
+from tests.unit.router.mock_engine import PARAMS, running_engines
 
 LONG = "all of this was said before. " * 200
 ADAPTERS = ["sql", "poems", "law", "names"]
@@ -21,14 +20,14 @@ ADAPTERS = ["sql", "poems", "law", "names"]
 
 @pytest.fixture
 async def ps() -> AsyncIterator[list[MockEngine]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running_engine(usual_prefill)) for _ in range(4)]
+    async with running_engines(usual_prefill, 4) as engines:
+        yield engines
 
 
 @pytest.fixture
 async def ds() -> AsyncIterator[list[MockEngine]]:
-    async with contextlib.AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(running_engine(usual_decode)) for _ in range(4)]
+    async with running_engines(usual_decode, 4) as engines:
+        yield engines
 
 
 async def started(

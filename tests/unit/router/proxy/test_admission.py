@@ -53,12 +53,6 @@ class Gate:
             await usual_decode(request, peer)
 
 
-@pytest.fixture
-async def d2() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_decode) as engine:
-        yield engine
-
-
 @contextlib.asynccontextmanager
 async def asking(
     router: Router, count: int, wait: int | None = None, **asked: Any

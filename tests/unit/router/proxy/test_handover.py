@@ -1,7 +1,7 @@
 """Hand-over of the first token from a prefill engine to a decode engine."""
 
+import functools
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -9,9 +9,9 @@ import pytest
 from router.proxy.first_token import can_hand_over
 from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answering, fails, refuses, usual_decode
-from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine
+from tests.unit.router.engine_scripts import answering, fails, refuses
+from tests.unit.router.harness import eventually
+from tests.unit.router.mock_engine import PARAMS
 
 RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
 PREFILLS = {"capabilities": ["prefix_proof", "turns", "release", "hand_over"], "renders": RENDERS}
@@ -21,8 +21,6 @@ PROVEN = PARAMS | {"prefix_proof": {"version": 1}}
 HANDED = PROVEN | {"begun": BEGUN}
 CHOICE = {"index": 0, "text": "x", "finish_reason": "length", "logprobs": None}
 ANSWER = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "m"}
-
-Start = Callable[..., Awaitable[Router]]
 
 
 def prefilled(choice: dict[str, Any] = CHOICE, params: dict[str, Any] = HANDED) -> Script:
@@ -35,17 +33,11 @@ def prefilled(choice: dict[str, Any] = CHOICE, params: dict[str, Any] = HANDED) 
 
 
 @pytest.fixture
-async def start(start_router: StartRouter, p: MockEngine, d: MockEngine) -> Start:
+def start_router(start_router: StartRouter, p: MockEngine, d: MockEngine) -> StartRouter:
     p.identity, d.identity = p.identity or PREFILLS, d.identity or DECODES
     p.usual = prefilled()
 
-    async def started(**changes: Any) -> Router:
-        router = await start_router(**changes)
-        engines = router.gateway.fleet.engines
-        await eventually(lambda: all(engine.capabilities.is_identity_known for engine in engines))
-        return router
-
-    return started
+    return functools.partial(start_router, identified=True)
 
 
 def generations(engine: MockEngine) -> list[Received]:
@@ -59,9 +51,9 @@ def given(engine: MockEngine) -> list[dict[str, Any]]:
 
 
 async def test_decoder_continues_from_the_prefillers_token(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     answer = await router.complete(min_tokens=3, seed=5)
     assert answer.status_code == 200
     asked = p.last.json
@@ -74,9 +66,9 @@ async def test_decoder_continues_from_the_prefillers_token(
 
 
 async def test_clients_cannot_send_generated_tokens(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     theirs = {"begun": {"prompt_token_ids": "AAAA"}, "hand_over": True, "spoken": 1}
     await router.complete(kv_transfer_params=theirs, vllm_xargs={"kv_transfer_params": theirs})
     assert given(d)[-1] == HANDED
@@ -85,11 +77,11 @@ async def test_clients_cannot_send_generated_tokens(
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_answer_that_ends_with_its_first_token_needs_no_decoder(
-    start: Start, p: MockEngine, d: MockEngine, streamed: bool
+    start_router: StartRouter, p: MockEngine, d: MockEngine, streamed: bool
 ) -> None:
     choice = CHOICE | {"text": "", "finish_reason": "stop", "stop_reason": 9}
     p.usual = prefilled(choice)
-    router = await start(conversation_store="memory")
+    router = await start_router(conversation_store="memory")
     answer = await router.complete(stream=streamed, conversation_id="c", logprobs=1)
     assert answer.status_code == 200
     assert answer.headers["content-type"].split(";")[0] == (
@@ -112,9 +104,9 @@ async def test_answer_that_ends_with_its_first_token_needs_no_decoder(
 
 
 async def test_prefiller_alone_answers_a_request_for_one_token(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     answer = await router.stream(max_tokens=1, logprobs=2)
     assert answer.status_code == 200
     assert generations(d) == []
@@ -126,31 +118,31 @@ async def test_prefiller_alone_answers_a_request_for_one_token(
 
 
 async def test_turn_of_one_token_uses_both_engines(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start(conversation_store="memory")
+    router = await start_router(conversation_store="memory")
     await router.complete(max_tokens=1, conversation_id="c")
     assert "hand_over" not in p.last.json["kv_transfer_params"]
     assert len(generations(d)) == 1
 
 
 async def test_prefiller_gets_the_clients_logprobs_fields(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     """An engine that hands over returns log-probabilities with the tokens."""
     handed = HANDED | {"begun": BEGUN | {"logprobs": [[[7, -0.5]]]}}
     p.usual = prefilled(params=handed)
-    router = await start()
+    router = await start_router()
     await router.complete(logprobs=2)
     assert p.last.json["logprobs"] == 2
     assert given(d)[-1] == handed
 
 
 async def test_no_hand_over_between_engines_with_different_render_hashes(
-    start: Start, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
+    start_router: StartRouter, p: MockEngine, d: MockEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     d.identity = DECODES | {"renders": RENDERS | {"chat_template": "4"}}
-    router = await start()
+    router = await start_router()
     await router.complete()
     await router.complete(max_tokens=1)
     assert "hand_over" not in p.last.json["kv_transfer_params"]
@@ -170,16 +162,18 @@ async def test_no_hand_over_between_engines_with_different_render_hashes(
     ],
 )
 async def test_hand_over_needs_support_of_both_engines(
-    start: Start, p: MockEngine, d: MockEngine, of_p: Any, of_d: Any
+    start_router: StartRouter, p: MockEngine, d: MockEngine, of_p: Any, of_d: Any
 ) -> None:
     p.identity, d.identity = of_p, of_d
-    router = await start()
+    router = await start_router()
     assert (await router.complete()).status_code == 200
     assert "hand_over" not in p.last.json["kv_transfer_params"]
 
 
-async def test_hand_over_can_be_disabled(start: Start, p: MockEngine, d: MockEngine) -> None:
-    router = await start(first_token="decoder")
+async def test_hand_over_can_be_disabled(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    router = await start_router(first_token="decoder")
     await router.complete()
     await router.complete(max_tokens=1)
     assert "hand_over" not in p.last.json["kv_transfer_params"]
@@ -187,10 +181,10 @@ async def test_hand_over_can_be_disabled(start: Start, p: MockEngine, d: MockEng
 
 
 async def test_prefiller_that_returns_no_tokens_is_decoded_as_usual(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     p.usual = prefilled(params=PROVEN)
-    router = await start()
+    router = await start_router()
     assert (await router.complete()).status_code == 200
     assert given(d)[-1] == PROVEN
     assert router.metric("handed_over_total", outcome="no_token") == 1
@@ -200,11 +194,11 @@ async def test_prefiller_that_returns_no_tokens_is_decoded_as_usual(
     "choices", [[], [CHOICE, CHOICE], {}, None, [CHOICE | {"finish_reason": "x"}]]
 )
 async def test_invalid_prefill_answer_hands_over_nothing(
-    start: Start, p: MockEngine, d: MockEngine, choices: Any
+    start_router: StartRouter, p: MockEngine, d: MockEngine, choices: Any
 ) -> None:
     script = answering(200, ANSWER | {"choices": choices, "kv_transfer_params": HANDED})
     p.usual = script
-    router = await start()
+    router = await start_router()
     assert (await router.complete()).status_code == 200
     assert given(d)[-1] == PROVEN
 
@@ -223,27 +217,27 @@ async def test_invalid_prefill_answer_hands_over_nothing(
     ],
 )
 async def test_invalid_generated_tokens_are_removed(
-    start: Start, p: MockEngine, d: MockEngine, begun: Any
+    start_router: StartRouter, p: MockEngine, d: MockEngine, begun: Any
 ) -> None:
     p.usual = prefilled(params=PROVEN | {"begun": begun})
-    router = await start()
+    router = await start_router()
     assert (await router.complete()).status_code == 200
     assert given(d) == [PROVEN]
     assert router.metric("handed_over_total", outcome="no_token") == 1
 
 
 async def test_generated_tokens_that_were_not_requested_are_removed(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start(first_token="decoder")
+    router = await start_router(first_token="decoder")
     assert (await router.complete()).status_code == 200
     assert given(d) == [PROVEN]
 
 
 async def test_token_that_a_decoder_rejects_is_computed_again(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start()
+    router = await start_router()
     d.scripts = [refuses]
     assert (await router.complete()).status_code == 200
     assert given(d) == [HANDED, PROVEN]
@@ -254,30 +248,28 @@ async def test_token_that_a_decoder_rejects_is_computed_again(
 
 
 async def test_another_decoder_with_equal_hashes_continues(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other:
-        other.identity = DECODES
-        router = await start(ds=[d, other])
-        d.scripts = [fails]
-        answers = [await router.complete() for _ in range(2)]
-        assert [answer.status_code for answer in answers] == [200, 200]
-        assert all(params == HANDED for params in given(d) + given(other))
+    d2.identity = DECODES
+    router = await start_router(ds=[d, d2])
+    d.scripts = [fails]
+    answers = [await router.complete() for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    assert all(params == HANDED for params in given(d) + given(d2))
 
 
 async def test_another_decoder_with_other_hashes_gets_no_tokens(
-    start: Start, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other:
-        other.identity = DECODES | {"renders": RENDERS | {"tokenizer": "9"}}
-        router = await start(ds=[d, other], health_interval=60)
-        await d.stop()  # which refuses: P's blocks are surely unread
-        answers = [await router.complete() for _ in range(2)]
-        assert [answer.status_code for answer in answers] == [200, 200]
-        handed = [one.json["kv_transfer_params"].get("hand_over") for one in generations(p)]
-        # The first or the second of them is planned for the one that is gone.
-        assert handed in ([True, None], [None, True])
-        assert given(other) == [PROVEN, PROVEN]
+    d2.identity = DECODES | {"renders": RENDERS | {"tokenizer": "9"}}
+    router = await start_router(ds=[d, d2], health_interval=60)
+    await d.stop()  # which refuses: P's blocks are surely unread
+    answers = [await router.complete() for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [200, 200]
+    handed = [one.json["kv_transfer_params"].get("hand_over") for one in generations(p)]
+    # The first or the second of them is planned for the one that is gone.
+    assert handed in ([True, None], [None, True])
+    assert given(d2) == [PROVEN, PROVEN]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 models are unknown get no requests beside those whose models are known."""
 
 import contextlib
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED
-from tests.unit.router.engine_scripts import answering, usual_decode, usual_prefill
+from tests.unit.router.engine_scripts import answering, usual_decode
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine
 
@@ -30,12 +29,11 @@ FORM = "/v1/audio/transcriptions"
 
 
 @pytest.fixture
-async def two(p: MockEngine, d: MockEngine) -> AsyncIterator[list[MockEngine]]:
+def two(p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine) -> list[MockEngine]:
     """A pair for the model a, and a pair for b."""
-    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        p.models = d.models = ["a"]
-        p2.models = d2.models = ["b"]
-        yield [p, d, p2, d2]
+    p.models = d.models = ["a"]
+    p2.models = d2.models = ["b"]
+    return [p, d, p2, d2]
 
 
 async def start(start_router: StartRouter, two: list[MockEngine], **settings: Any) -> Router:
@@ -139,29 +137,28 @@ async def test_default_model_does_not_change_while_engines_are_lost(
 
 @pytest.mark.parametrize("listing", [unreadable, empty, silent])
 async def test_engine_whose_models_are_unknown_gets_no_requests_until_they_are_read(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, listing: Script
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, listing: Script
 ) -> None:
-    async with running_engine(usual_decode) as late:
-        late.listing, late.models, p.models, d.models = listing, ["a"], ["a"], ["a"]
-        router = await start_router(ds=[d, late], health_timeout=0.2)
-        await eventually(lambda: router.engine(late).is_unread and router.engine(d).is_available)
-        for _ in range(12):
-            assert (await router.complete(model="a")).status_code == 200
-        assert (await router.client.post("/v1/completions", json=CHAT)).status_code == 200
-        assert not late.requests
-        await eventually(lambda: router.engine(late).health == "healthy")
-        ready = (await router.client.get("/ready")).json()
-        name = router.engine(late).name
-        assert (ready["status"], [*ready["reasons"]]) == ("degraded", [name])
-        assert ready["reasons"][name].startswith("its models are unknown: /v1/models")
-        assert ready["findings"][0]["kind"] == "unknown_models"
-        late.listing = None
-        for connection in list(late.open_connections):  # ends a read that waits
-            connection.transport.abort()
-        await eventually(lambda: router.engine(late).is_available)
-        for _ in range(2):
-            assert (await router.complete(model="a")).status_code == 200
-        assert late.requests
+    d2.listing, d2.models, p.models, d.models = listing, ["a"], ["a"], ["a"]
+    router = await start_router(ds=[d, d2], health_timeout=0.2)
+    await eventually(lambda: router.engine(d2).is_unread and router.engine(d).is_available)
+    for _ in range(12):
+        assert (await router.complete(model="a")).status_code == 200
+    assert (await router.client.post("/v1/completions", json=CHAT)).status_code == 200
+    assert not d2.requests
+    await eventually(lambda: router.engine(d2).health == "healthy")
+    ready = (await router.client.get("/ready")).json()
+    name = router.engine(d2).name
+    assert (ready["status"], [*ready["reasons"]]) == ("degraded", [name])
+    assert ready["reasons"][name].startswith("its models are unknown: /v1/models")
+    assert ready["findings"][0]["kind"] == "unknown_models"
+    d2.listing = None
+    for connection in list(d2.open_connections):  # ends a read that waits
+        connection.transport.abort()
+    await eventually(lambda: router.engine(d2).is_available)
+    for _ in range(2):
+        assert (await router.complete(model="a")).status_code == 200
+    assert d2.requests
 
 
 @pytest.mark.parametrize("listing", [unreadable, silent])

@@ -3,7 +3,6 @@ errors."""
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from random import Random
 from typing import Any
@@ -14,7 +13,7 @@ from router.commands.status import AvoidedPair, lines, parse_metrics
 from router.fleet.engine import CircuitState
 from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script, is_release
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answering, usual_decode, usual_prefill
+from tests.unit.router.engine_scripts import answering, usual_decode
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import PARAMS, USUAL, event, running_engine
 from tests.unit.router.proxy.test_push import IDENTITY
@@ -110,13 +109,12 @@ class Fleet:
 
 
 @pytest.fixture
-async def fleet(p: MockEngine, d: MockEngine) -> AsyncIterator[Fleet]:
-    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        made = Fleet([p, p2], [d, d2])
-        p.usual, p2.usual = prefilling("p-1"), prefilling("p-2")
-        d.identity = d2.identity = NAMES
-        made.breaks(fails)
-        yield made
+def fleet(p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine) -> Fleet:
+    made = Fleet([p, p2], [d, d2])
+    p.usual, p2.usual = prefilling("p-1"), prefilling("p-2")
+    d.identity = d2.identity = NAMES
+    made.breaks(fails)
+    return made
 
 
 async def started(start: StartRouter, fleet: Fleet, **changes: Any) -> Router:

@@ -16,8 +16,8 @@ from tests.unit.router.engine_scripts import (
     usual_decode,
     usual_prefill,
 )
-from tests.unit.router.harness import Router, eventually, post
-from tests.unit.router.mock_engine import PARAMS, USUAL, running_engine
+from tests.unit.router.harness import eventually, post
+from tests.unit.router.mock_engine import PARAMS, USUAL
 
 WHERE = {
     "remote_engine_id": "p-1",
@@ -38,13 +38,6 @@ def engines(p: MockEngine, d: MockEngine) -> None:
     p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
 
 
-async def known(router: Router) -> Router:
-    """Wait until the router has probed its engines."""
-    engines = router.gateway.fleet.engines
-    await eventually(lambda: all(e.capabilities.is_identity_known for e in engines))
-    return router
-
-
 def legs(engine: MockEngine) -> list[Received]:
     """Return the legs that an engine got, without probes and releases."""
     return [r for r in engine.requests if r.path == "/v1/completions"]
@@ -53,7 +46,7 @@ def legs(engine: MockEngine) -> list[Received]:
 async def test_both_legs_are_sent_at_once_with_shared_ids(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router, both = await known(await start_router()), asyncio.Barrier(2)
+    router, both = await start_router(identified=True), asyncio.Barrier(2)
     p.usual, d.usual = answer_after(both, usual_prefill), answer_after(both, usual_decode)
     for streamed in (True, False):
         assert (await router.complete(stream=streamed)).status_code == 200
@@ -78,7 +71,7 @@ async def test_decoder_learns_that_the_prefiller_verifies_prefixes(
 ) -> None:
     """Otherwise the decoder would retain each turn until it expires."""
     p.identity = {**IDENTITY, "capabilities": ["prefix_proof"]}
-    router = await known(await start_router())
+    router = await start_router(identified=True)
     assert (await router.complete()).status_code == 200
     assert d.last.json["kv_transfer_params"]["proves_prefix"] is True
 
@@ -91,7 +84,7 @@ async def test_transfer_mode_follows_the_setting_or_the_engines(
     if not engines_push:
         p.identity = {**IDENTITY, "transfer_modes": ["pull"]}
         d.identity = {"transfer_modes": ["pull"]}
-    router = await known(await start_router(transfer_mode=mode))
+    router = await start_router(transfer_mode=mode, identified=True)
     assert (await router.complete()).status_code == 200
     was_pushed = "remote_block_ids" not in d.last.json["kv_transfer_params"]
     assert was_pushed == (mode == "push" or (mode == "auto" and engines_push))
@@ -118,7 +111,7 @@ async def test_ranks_of_a_prefiller_take_turns_unless_the_client_chooses(
         for rank in range(2)
     ]
     p.identity = {**IDENTITY, "ranks": ranks}
-    router = await known(await start_router())
+    router = await start_router(identified=True)
     seen = set()
     for _ in range(2):
         assert (await router.complete()).status_code == 200
@@ -137,7 +130,12 @@ async def test_ranks_of_a_prefiller_take_turns_unless_the_client_chooses(
 
 @pytest.mark.parametrize("fails", ["prefill", "decode"])
 async def test_failed_leg_ends_the_other_and_both_are_retried_elsewhere(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, fails: str
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    p2: MockEngine,
+    d2: MockEngine,
+    fails: str,
 ) -> None:
     asked, left = asyncio.Event(), asyncio.Event()
     breaks = answer_after(asked, answering(500, {"error": {"message": "no"}}))
@@ -147,24 +145,23 @@ async def test_failed_leg_ends_the_other_and_both_are_retried_elsewhere(
         await peer.wait_left()
         left.set()
 
-    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        p2.identity, d2.identity = IDENTITY, d.identity
-        router = await known(await start_router(ps=[p, p2], ds=[d, d2]))
-        everyone = [*router.gateway.fleet.engines]
-        broken, waiting = (p, d) if fails == "prefill" else (d, p)
-        broken.usual, waiting.scripts = breaks, [waits]
-        first = {f"127.0.0.1:{e.port}" for e in (p, d)}
-        for engine in everyone:
-            engine.tokens_in_flight = 0 if engine.name in first else 1
-        assert (await router.complete()).status_code == 200
-        await asyncio.wait_for(left.wait(), 5)
-        ids = [r.header("x-request-id") for e in (p, p2) for r in legs(e)]
-        assert len(ids) == len(set(ids)) == 2, "a new one for each attempt"
-        asked_for = [r.json["kv_transfer_params"] for e in (d, d2) for r in legs(e)]
-        transfers = [params["transfer_id"] for params in asked_for if "transfer_id" in params]
-        assert len(set(transfers)) == len(transfers) >= 1
-        for engine in everyone:
-            engine.tokens_in_flight = 0
+    p2.identity, d2.identity = IDENTITY, d.identity
+    router = await start_router(ps=[p, p2], ds=[d, d2], identified=True)
+    everyone = [*router.gateway.fleet.engines]
+    broken, waiting = (p, d) if fails == "prefill" else (d, p)
+    broken.usual, waiting.scripts = breaks, [waits]
+    first = {f"127.0.0.1:{e.port}" for e in (p, d)}
+    for engine in everyone:
+        engine.tokens_in_flight = 0 if engine.name in first else 1
+    assert (await router.complete()).status_code == 200
+    await asyncio.wait_for(left.wait(), 5)
+    ids = [r.header("x-request-id") for e in (p, p2) for r in legs(e)]
+    assert len(ids) == len(set(ids)) == 2, "a new one for each attempt"
+    asked_for = [r.json["kv_transfer_params"] for e in (d, d2) for r in legs(e)]
+    transfers = [params["transfer_id"] for params in asked_for if "transfer_id" in params]
+    assert len(set(transfers)) == len(transfers) >= 1
+    for engine in everyone:
+        engine.tokens_in_flight = 0
 
 
 async def test_a_turn_whose_prefill_leg_ends_after_the_answer_is_counted(
@@ -172,7 +169,7 @@ async def test_a_turn_whose_prefill_leg_ends_after_the_answer_is_counted(
 ) -> None:
     may_end, usual = asyncio.Event(), prefilling()
     p.usual, d.usual = answer_after(may_end, usual), decoding()
-    router = await known(await start_router(conversation_store="memory"))
+    router = await start_router(conversation_store="memory", identified=True)
     await chat(router, ASKED)
     router.gateway.records.flush()
     assert not router.metric("conversation_turns_total", outcome="new", reason="")
@@ -186,7 +183,7 @@ async def test_a_turn_whose_prefill_leg_ends_after_the_answer_is_counted(
 async def test_client_gets_the_4xx_of_either_leg(
     start_router: StartRouter, p: MockEngine, d: MockEngine, who: str
 ) -> None:
-    router = await known(await start_router())
+    router = await start_router(identified=True)
     (p if who == "prefill" else d).scripts = [
         answering(422, {"error": {"message": "no such thing"}})
     ]
@@ -198,7 +195,7 @@ async def test_client_gets_the_4xx_of_either_leg(
 async def test_client_that_disconnects_cancels_both_legs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await known(await start_router())
+    router = await start_router(identified=True)
     asked, left = asyncio.Barrier(3), asyncio.Barrier(3)
 
     async def waits(request: Received, peer: Peer) -> None:
@@ -216,7 +213,7 @@ async def test_client_that_disconnects_cancels_both_legs(
 async def test_kv_is_released_if_the_decoder_fails(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router, answered = await known(await start_router()), asyncio.Event()
+    router, answered = await start_router(identified=True), asyncio.Event()
     proven = {**PARAMS, "prefix_proof": {"hashes": []}}
 
     async def prefills(request: Received, peer: Peer) -> None:
@@ -241,7 +238,7 @@ async def test_client_that_disconnects_just_after_a_decoder_failed_leaves_no_pre
     fails = asyncio.Event()
     fail = answer_after(fails, answering(500, {"error": {"message": "no"}}))
     p.scripts, d.scripts = [hang], [fail]
-    router = await known(await start_router())
+    router = await start_router(identified=True)
     async with router.socket() as client:
         await client.send(post(b'{"model": "m", "prompt": "x"}'))
         await eventually(lambda: p.requests and d.requests)

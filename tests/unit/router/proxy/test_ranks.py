@@ -14,7 +14,6 @@ from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import running_engine
 
 HEADER = "x-data-parallel-rank"
 LONG = "all of this was said before. " * 200
@@ -97,19 +96,18 @@ async def test_prompt_goes_to_the_rank_that_has_its_beginning(
 
 
 async def test_ranks_and_engines_without_ranks_are_compared(
-    start_router: StartRouter, p: MockEngine
+    start_router: StartRouter, p: MockEngine, p2: MockEngine
 ) -> None:
     p.identity = page(3)
-    async with running_engine(usual_prefill) as single:
-        router = await started(start_router, ps=[p, single])
-        async with held(p), held(single):
-            running = []
-            for number in range(4):
-                running.append(asyncio.create_task(router.complete(prompt=f"{number}{LONG}")))
-                await eventually(lambda: len([*p.requests, *single.requests]) == len(running))
-        await asyncio.gather(*running)
-        assert sorted(named(p), key=str) == ["0", "1", "2"]
-        assert named(single) == [None]
+    router = await started(start_router, ps=[p, p2])
+    async with held(p), held(p2):
+        running = []
+        for number in range(4):
+            running.append(asyncio.create_task(router.complete(prompt=f"{number}{LONG}")))
+            await eventually(lambda: len([*p.requests, *p2.requests]) == len(running))
+    await asyncio.gather(*running)
+    assert sorted(named(p), key=str) == ["0", "1", "2"]
+    assert named(p2) == [None]
 
 
 @pytest.mark.parametrize(

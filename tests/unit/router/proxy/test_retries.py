@@ -9,6 +9,7 @@ import pytest
 
 from router.fleet.engine import LEGS, CircuitState, Engine, EngineRole, Health, Intent
 from router.fleet.fleet import Fleet
+from router.http_client import pool as pool_module
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError
 from router.proxy.gateway import RetryBudget
@@ -152,13 +153,16 @@ async def test_a_failure_before_the_first_byte_does_what_the_table_says(
 
 @pytest.mark.parametrize("role", LEGS)
 async def test_an_engine_that_resets_a_kept_connection_late_is_blamed_and_not_asked_again(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, role: EngineRole
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    role: EngineRole,
 ) -> None:
     async with two_of(role, p, d, start_router) as asked:
 
         async def resets_late(request: Received, peer: Peer) -> None:
-            for connection in asked.engine.pool._open:
-                connection.sent_at -= 4.0
+            monkeypatch.setattr(pool_module, "STALE_WITHIN_S", 0.0)
             peer.reset()
 
         asked.first.scripts = [resets_late]

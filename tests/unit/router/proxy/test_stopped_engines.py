@@ -18,7 +18,7 @@ from scripts.mock_engine import (
     is_release,
 )
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import streaming_until, usual_decode, usual_prefill
+from tests.unit.router.engine_scripts import streaming_until
 from tests.unit.router.mock_engine import PARAMS, USUAL, event, running_engine
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort"}
@@ -54,16 +54,15 @@ def streaming(*blocks: bytes) -> Script:
 
 
 async def test_a_decoder_that_ends_an_answer_is_not_believed(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as other:
-        router = await start_router(ds=[d, other])
-        d.usual = answering({**ABORTED, "text": "the beginning"})
-        answers = [await router.complete() for _ in range(4)]
-        assert {answer.status_code for answer in answers} == {200}
-        assert {answer.json()["choices"][0]["text"] for answer in answers} == {"x"}
-        assert d.requests
-        assert router.metric("upstream_errors_total", role="decode", kind="status_5xx") >= 1
+    router = await start_router(ds=[d, d2])
+    d.usual = answering({**ABORTED, "text": "the beginning"})
+    answers = [await router.complete() for _ in range(4)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.json()["choices"][0]["text"] for answer in answers} == {"x"}
+    assert d.requests
+    assert router.metric("upstream_errors_total", role="decode", kind="status_5xx") >= 1
 
 
 @pytest.mark.parametrize(
@@ -91,16 +90,15 @@ async def test_nor_one_that_ends_a_stream_before_its_first_text(
 
 
 async def test_a_prefiller_that_ends_a_request_is_left_for_another_one(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, p2: MockEngine
 ) -> None:
-    async with running_engine(usual_prefill) as other:
-        router = await start_router(ps=[p, other])
-        p.usual = answering(ABORTED)
-        for _ in range(3):
-            assert (await router.complete()).status_code == 200
-            assert d.last.json["kv_transfer_params"]["remote_host"] == PARAMS["remote_host"]
-        assert p.requests
-        assert router.metric("upstream_errors_total", role="prefill", kind="status_5xx") >= 1
+    router = await start_router(ps=[p, p2])
+    p.usual = answering(ABORTED)
+    for _ in range(3):
+        assert (await router.complete()).status_code == 200
+        assert d.last.json["kv_transfer_params"]["remote_host"] == PARAMS["remote_host"]
+    assert p.requests
+    assert router.metric("upstream_errors_total", role="prefill", kind="status_5xx") >= 1
 
 
 async def test_without_another_engine_it_is_no_answer(

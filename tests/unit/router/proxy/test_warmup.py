@@ -20,7 +20,7 @@ from tests.unit.router.engine_scripts import (
     usual_prefill,
 )
 from tests.unit.router.harness import Router, eventually
-from tests.unit.router.mock_engine import PARAMS, running_engine
+from tests.unit.router.mock_engine import PARAMS
 from tests.unit.router.proxy.test_groups import regroup
 from tests.unit.router.proxy.test_push import IDENTITY
 
@@ -47,20 +47,19 @@ async def lose(router: Router, mock: MockEngine) -> None:
 
 
 async def test_lazy_warms_engines_that_join_and_not_those_present_at_start(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_decode) as d2:
-        router = await start_router(ds=[d, d2], warm_up="lazy")
-        await router.knows_its_engines()
-        await lose(router, d2)
-        await eventually(lambda: warmed(router) == 1)
-        assert len(warm(p)) == len(warm(d2)) == 1
-        assert not warm(d)
-        assert warm(p)[0].json["kv_transfer_params"]["do_remote_decode"]
-        assert warm(d2)[0].json["kv_transfer_params"] == PARAMS | {"retain": False}
-        assert warm(p)[0].json["prompt"] == warm(d2)[0].json["prompt"]
-        assert len(warm(p)[0].json["prompt"]) == warmup.WARM_UP_TOKENS
-        await router.settled()
+    router = await start_router(ds=[d, d2], warm_up="lazy")
+    await router.knows_its_engines()
+    await lose(router, d2)
+    await eventually(lambda: warmed(router) == 1)
+    assert len(warm(p)) == len(warm(d2)) == 1
+    assert not warm(d)
+    assert warm(p)[0].json["kv_transfer_params"]["do_remote_decode"]
+    assert warm(d2)[0].json["kv_transfer_params"] == PARAMS | {"retain": False}
+    assert warm(p)[0].json["prompt"] == warm(d2)[0].json["prompt"]
+    assert len(warm(p)[0].json["prompt"]) == warmup.WARM_UP_TOKENS
+    await router.settled()
 
 
 async def test_mode_off_warms_no_pair(
@@ -73,20 +72,19 @@ async def test_mode_off_warms_no_pair(
 
 
 async def test_eager_warms_every_pair_once_with_a_prompt_of_its_own(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine
 ) -> None:
-    async with running_engine(usual_prefill) as p2, running_engine(usual_decode) as d2:
-        router = await start_router(ps=[p, p2], ds=[d, d2], warm_up="eager")
-        await eventually(lambda: warmed(router) == 4)
-        await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
-        legs = [len(warm(engine)) for engine in (p, p2, d, d2)]
-        assert legs == [2, 2, 2, 2]
-        prompts = {tuple(r.json["prompt"]) for engine in (p, p2) for r in warm(engine)}
-        assert len(prompts) == 4
+    router = await start_router(ps=[p, p2], ds=[d, d2], warm_up="eager")
+    await eventually(lambda: warmed(router) == 4)
+    await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
+    legs = [len(warm(engine)) for engine in (p, p2, d, d2)]
+    assert legs == [2, 2, 2, 2]
+    prompts = {tuple(r.json["prompt"]) for engine in (p, p2) for r in warm(engine)}
+    assert len(prompts) == 4
 
 
 async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     may_continue = asyncio.Event()
 
@@ -95,21 +93,20 @@ async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
             await may_continue.wait()
         await usual_decode(request, peer)
 
-    async with running_engine(usual_decode) as d2:
-        router = await start_router(ds=[d, d2], warm_up="eager")
-        await eventually(lambda: warmed(router) == 2)
-        d2.usual = slowly
-        d2.requests.clear()
-        await lose(router, d2)
-        await eventually(lambda: warm(d2))
-        for _ in range(4):
-            assert (await router.complete()).status_code == 200
-        assert not asked(d2)
-        may_continue.set()
-        await eventually(lambda: not router.engine(d2).is_cold)
-        for _ in range(4):
-            assert (await router.complete()).status_code == 200
-        assert asked(d2)
+    router = await start_router(ds=[d, d2], warm_up="eager")
+    await eventually(lambda: warmed(router) == 2)
+    d2.usual = slowly
+    d2.requests.clear()
+    await lose(router, d2)
+    await eventually(lambda: warm(d2))
+    for _ in range(4):
+        assert (await router.complete()).status_code == 200
+    assert not asked(d2)
+    may_continue.set()
+    await eventually(lambda: not router.engine(d2).is_cold)
+    for _ in range(4):
+        assert (await router.complete()).status_code == 200
+    assert asked(d2)
 
 
 async def test_only_engine_of_a_role_is_used_cold(
@@ -179,7 +176,7 @@ async def test_engines_that_push_are_warmed_by_a_push(
 
 
 async def test_number_of_concurrent_warm_ups_is_limited(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, d3: MockEngine
 ) -> None:
     running = most = 0
 
@@ -192,34 +189,37 @@ async def test_number_of_concurrent_warm_ups_is_limited(
         await usual_prefill(request, peer)
 
     p.usual = counted
-    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
-        router = await start_router(ds=[d, d2, d3], warm_up="eager")
-        await eventually(lambda: warmed(router) == 3)
-        assert most <= warmup.MAX_CONCURRENT_WARM_UPS
+    router = await start_router(ds=[d, d2, d3], warm_up="eager")
+    await eventually(lambda: warmed(router) == 3)
+    assert most <= warmup.MAX_CONCURRENT_WARM_UPS
 
 
 @pytest.mark.parametrize("late", [False, True])
 async def test_pair_that_is_no_longer_in_one_group_is_not_warmed(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, late: bool
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    d2: MockEngine,
+    d3: MockEngine,
+    late: bool,
 ) -> None:
     """The change comes while the pair waits, or between its two legs."""
     may_continue = asyncio.Event()
     p.usual = answer_after(may_continue, usual_prefill)
-    async with running_engine(usual_decode) as d2, running_engine(usual_decode) as d3:
-        router = await start_router(ds=[d, d2, d3], warm_up="eager")
-        await eventually(lambda: len(warm(p)) == warmup.MAX_CONCURRENT_WARM_UPS)
-        begun = {r.header("x-request-id") for r in warm(p)}
-        for mock in (d, d2, d3):
-            regroup(router, mock, "green")
-        if not late:
-            regroup(router, p, "green")
-        may_continue.set()
-        await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
-        await router.settled()
-        legs = [r for mock in (d, d2, d3) for r in warm(mock) if not is_release(r)]
-        # Where all of them moved, those begun may go on, and all pairs are new ones.
-        assert len(legs) == (0 if late else len(begun) + 3)
-        assert len(warm(p)) == len(begun) + (0 if late else 3)
+    router = await start_router(ds=[d, d2, d3], warm_up="eager")
+    await eventually(lambda: len(warm(p)) == warmup.MAX_CONCURRENT_WARM_UPS)
+    begun = {r.header("x-request-id") for r in warm(p)}
+    for mock in (d, d2, d3):
+        regroup(router, mock, "green")
+    if not late:
+        regroup(router, p, "green")
+    may_continue.set()
+    await eventually(lambda: not any(e.is_cold for e in router.gateway.fleet.engines))
+    await router.settled()
+    legs = [r for mock in (d, d2, d3) for r in warm(mock) if not is_release(r)]
+    # Where all of them moved, those begun may go on, and all pairs are new ones.
+    assert len(legs) == (0 if late else len(begun) + 3)
+    assert len(warm(p)) == len(begun) + (0 if late else 3)
 
 
 async def test_kv_is_released_if_a_push_fails(

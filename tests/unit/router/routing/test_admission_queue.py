@@ -293,9 +293,9 @@ def test_no_tenant_starves_whatever_arrives(
     waits is served all the same, within the rounds that its tenant may have to sit out."""
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(size)
     pools = build_snapshot(fleet(1, 1)).pools
-    for tenant, tokens in first[:size]:
-        queue.add(ticket(tenant, tokens=tokens))
-    known = [one for line in queue._lines.values() for one in line]
+    known = [ticket(tenant, tokens=tokens) for tenant, tokens in first[:size]]
+    for one in known:
+        queue.add(one)
     one = known[watched % len(known)]
     ahead = sum(other.tenant == one.tenant and other.number <= one.number for other in known)
     bound = ahead * (MAX_SKIPPED_ROUNDS + 2) * (size + 1)

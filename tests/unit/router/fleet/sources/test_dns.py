@@ -21,11 +21,6 @@ NAME = "decode.svc:8200"
 SERVICE = "_http._tcp.decode.svc"
 
 
-async def look(asking: DnsSource) -> tuple[SourceReport, float]:
-    """One look, and the seconds until the next one."""
-    return await asking._look()
-
-
 @pytest.fixture
 async def zone() -> AsyncIterator[Zone]:
     async with name_server() as made:
@@ -47,11 +42,11 @@ def addresses(report: SourceReport) -> set[str]:
 async def test_every_address_of_a_name_is_an_engine(zone: Zone) -> None:
     zone.has("decode.svc", "A", "10.0.0.2", "10.0.0.1", ttl=7)
     zone.has("decode.svc", "AAAA", "fd00::1", "fd00::2")
-    report, pause = await look(source(zone))
+    report, pause = await source(zone).look()
     assert addresses(report) == {"10.0.0.1:8200", "10.0.0.2:8200"}, "both families are one engine"
     assert (report.problem, pause) == ("", 7)
     zone.records.pop(("decode.svc", "A"))
-    report, pause = await look(source(zone))
+    report, pause = await source(zone).look()
     assert addresses(report) == {"[fd00::1]:8200", "[fd00::2]:8200"}
 
 
@@ -71,12 +66,12 @@ async def test_services_are_their_targets_at_their_ports(zone: Zone) -> None:
     zone.has("_http._tcp.decode.svc", "SRV", *data, ttl=20)
     zone.has("a.svc", "A", "10.0.0.1", ttl=9)
     zone.has("b.svc", "AAAA", "fd00::2")
-    report, pause = await look(source(zone, SERVICE))
+    report, pause = await source(zone, SERVICE).look()
     assert addresses(report) == {"10.0.0.1:8200", "[fd00::2]:8300"}, "of the first priority"
     assert pause == 9
     zone.additional = ["a.svc 5 IN A 10.0.0.7", "b.svc 5 IN A 10.0.0.8"]
     zone.asked.clear()
-    report, pause = await look(source(zone, SERVICE))
+    report, pause = await source(zone, SERVICE).look()
     assert addresses(report) == {"10.0.0.7:8200", "10.0.0.8:8300"}
     assert [kind for _, kind, _ in zone.asked] == ["SRV"]
     assert pause == 5
@@ -85,13 +80,13 @@ async def test_services_are_their_targets_at_their_ports(zone: Zone) -> None:
 async def test_a_missing_target_is_left_out_and_queried_again_soon(zone: Zone) -> None:
     zone.has("_http._tcp.decode.svc", "SRV", "0 0 1 a.svc.", "0 0 1 gone.svc.", "0 0 1 .")
     zone.has("a.svc", "A", "10.0.0.1")
-    report, pause = await look(source(zone, SERVICE))
+    report, pause = await source(zone, SERVICE).look()
     assert (addresses(report), pause) == ({"10.0.0.1:1"}, EMPTY_TTL_S)
 
 
 async def test_hundreds_of_addresses_come_over_tcp(zone: Zone) -> None:
     zone.has("decode.svc", "A", *[f"10.0.{n // 250}.{n % 250}" for n in range(1000)])
-    report, _ = await look(source(zone))
+    report, _ = await source(zone).look()
     assert len(addresses(report)) == 1000
     assert [way for _, _, way in zone.asked] == ["udp", "tcp"]
 
@@ -101,7 +96,7 @@ async def test_a_ttl_within_bounds_is_the_query_interval(
     zone: Zone, ttl: int, pause: float
 ) -> None:
     zone.has("decode.svc", "A", "10.0.0.1", ttl=ttl)
-    assert (await look(source(zone)))[1] == pause
+    assert (await source(zone).look())[1] == pause
 
 
 @pytest.mark.slow
@@ -109,7 +104,7 @@ async def test_a_ttl_within_bounds_is_the_query_interval(
 async def test_a_failing_resolver_removes_no_engines(zone: Zone, how: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     asking = source(zone)
-    before, _ = await look(asking)
+    before, _ = await asking.look()
     assert addresses(before) == {"10.0.0.1:8200"}
     zone.code = {"servfail": dns.rcode.SERVFAIL, "refused": dns.rcode.REFUSED}.get(
         how, dns.rcode.NOERROR
@@ -120,47 +115,48 @@ async def test_a_failing_resolver_removes_no_engines(zone: Zone, how: str) -> No
         zone.port = 9  # nobody listens there
     pauses = []
     for _ in range(2 if how in ("mute", "garbage", "away") else 4):
-        report, pause = await look(asking)
+        report, pause = await asking.look()
         assert report.listed is None
         assert report.problem
         assert "\n" not in report.problem
         pauses.append(pause)
     assert pauses == sorted(set(pauses)), "longer and longer"
     zone.code, zone.is_mute, zone.garbage, zone.port = dns.rcode.NOERROR, False, b"", port
-    assert (await look(asking))[0] == before
-    assert asking._backoff.next() == pauses[0]
+    assert (await asking.look())[0] == before
+    zone.code = dns.rcode.SERVFAIL
+    assert (await asking.look())[1] == pauses[0], "as after the first failure"
 
 
 @pytest.mark.parametrize("how", ["NXDOMAIN", "no record"])
 async def test_the_third_empty_answer_in_a_row_counts(zone: Zone, how: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     asking = source(zone)
-    first, _ = await look(asking)
+    first, _ = await asking.look()
     records = dict(zone.records)
 
     async def vanish() -> None:
         zone.records.clear()
         zone.names -= {"decode.svc"} if how == "NXDOMAIN" else set()
         for number in (1, 2):
-            report, pause = await look(asking)
+            report, pause = await asking.look()
             assert (report.listed, pause) == (None, 0.01)
             assert f"{number} of 3" in report.problem
 
     await vanish()
     zone.code = dns.rcode.SERVFAIL
-    assert (await look(asking))[0].listed is None
+    assert (await asking.look())[0].listed is None
     zone.code = dns.rcode.NOERROR
     await vanish()  # from the beginning: who cannot tell confirms nothing
     zone.records, zone.names = dict(records), {"decode.svc"}
-    assert (await look(asking))[0] == first
+    assert (await asking.look())[0] == first
     await vanish()
     problem = "decode.svc:8200 does not exist in DNS, or has no addresses"
-    assert (await look(asking))[0] == SourceReport((), problem)
-    assert (await look(asking))[0] == SourceReport((), problem), "nothing more to doubt"
+    assert (await asking.look())[0] == SourceReport((), problem)
+    assert (await asking.look())[0] == SourceReport((), problem), "nothing more to doubt"
 
 
 async def test_a_first_empty_answer_needs_no_confirmation(zone: Zone) -> None:
-    report, pause = await look(source(zone))
+    report, pause = await source(zone).look()
     assert (report.listed, pause) == ((), EMPTY_TTL_S)
     assert "does not exist in DNS" in report.problem
 
@@ -172,7 +168,7 @@ async def test_all_queries_of_a_look_have_one_deadline(
     monkeypatch.setattr(dns_module, "LOOKUP_TIMEOUT_S", 0.3)
     zone.has("_http._tcp.decode.svc", "SRV", *[f"0 0 1 t{n}.svc." for n in range(200)])
     zone.is_mute, zone.failing = True, ("A",)
-    report, _ = await asyncio.wait_for(look(source(zone, SERVICE)), 3)
+    report, _ = await asyncio.wait_for(source(zone, SERVICE).look(), 3)
     assert report == SourceReport(None, "no answer within 0.3 s")
 
 
@@ -184,14 +180,14 @@ async def test_answers_are_parsed_outside_of_the_main_loop(zone: Zone) -> None:
         threads.append(threading.current_thread())
         return zone.resolver()
 
-    await look(DnsSource(EngineRole.DECODE, NAME, make))
+    await DnsSource(EngineRole.DECODE, NAME, make).look()
     assert threads != [threading.current_thread()]
 
 
 async def test_a_waiting_look_can_be_cancelled(zone: Zone) -> None:
     """A silent resolver holds up no router that is told to end."""
     zone.is_mute = True
-    looking = asyncio.create_task(look(source(zone)))
+    looking = asyncio.create_task(source(zone).look())
     await eventually(lambda: zone.asked)
     looking.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -209,8 +205,7 @@ async def test_each_look_uses_a_new_resolver(zone: Zone) -> None:
             raise OSError("no /etc/resolv.conf")
         return zone.resolver()
 
-    asking = DnsSource(EngineRole.DECODE, NAME, make, random_share=lambda: -0.98)  # type: ignore[arg-type]
-    asking._confirm_interval = 0
+    asking = DnsSource(EngineRole.DECODE, NAME, make, 0.0, random_share=lambda: -0.98)  # type: ignore[arg-type]
     reports = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dns_module, "MIN_TTL_S", 0.01)
@@ -227,7 +222,7 @@ async def test_a_name_may_be_of_engines_over_tls(zone: Zone, name: str) -> None:
     zone.has("decode.svc", "A", "10.0.0.1")
     zone.has("_http._tcp.decode.svc", "SRV", "0 50 8200 decode.svc.")
     for asked, tls in ((name, False), (f"https://{name}", True)):
-        report, _ = await look(source(zone, asked))
+        report, _ = await source(zone, asked).look()
         assert report.listed is not None
         assert [listed.tls for listed in report.listed] == [tls]
         assert addresses(report) == {"10.0.0.1:8200"}
