@@ -52,6 +52,7 @@ test-all: $(STAMP)
 
 install-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)
+	PYTHON="$(PYTHON)" scripts/install_mooncake
 
 test-vllm: install-vllm
 	@VENV="$(VENV)" scripts/test tests/vllm -m "not nightly" -n 2 --dist loadfile --timeout 600 $(ARGS)

@@ -36,6 +36,10 @@ ANSWER_ID = re.compile(r"(?:chatcmpl|cmpl)-(.+?)(?:\.[^.]*)?")
 FLOWS = {
     "pull": "a prefill engine computes the prompt, and a decode engine pulls its KV",
     "push": "a prefill engine computes the prompt and pushes its KV to a decode engine",
+    "mooncake": "a prefill engine computes the prompt, and a decode engine gets its KV by Mooncake",
+    "sglang": "a prefill and a decode engine of SGLang get the request at once and meet in a room",
+    "trtllm": "a context server computes the prompt, and a generation server continues",
+    "store": "a prefill engine writes KV into a store, where a decode engine finds it",
     "turn": "a conversation's turn: its engines may reuse the last turn's KV",
     "decode_first": "a decode engine gets the request first, because its cache may hold the prompt",
     "decode_only": "a decode engine computes the prompt itself",

@@ -288,7 +288,7 @@ class LegAccount(Generic[T]):
         is_outcome = error is not None and self.failed(error)
         if self.role is PREFILL:  # while the leg still counts as load
             self.place.note_prefill(self._started, now(), self._computed)
-        if isinstance(error, asyncio.CancelledError) and self.answer is not None:
+        if isinstance(error, asyncio.CancelledError):
             self._hand_to_releaser(self.answer)
         if self._queued is not None:
             self._queued.end()
@@ -304,8 +304,9 @@ class LegAccount(Generic[T]):
             self._end_span(self._span, None if is_outcome else error)
         return is_outcome
 
-    def _hand_to_releaser(self, answer: EngineAnswer) -> None:
-        """The leg was cancelled: let the answer be read on, if it shows KV to release."""
+    def _hand_to_releaser(self, answer: EngineAnswer | None) -> None:
+        """The leg was cancelled: let the answer be read on, if it shows KV to release. None: the
+        request was not sent."""
         raise NotImplementedError
 
     def _end_span(self, span: TracedLeg, error: BaseException | None) -> None:
@@ -389,9 +390,10 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
                 record.transfer_params = params.raw
         gateway.fleet.note_leg_answered(engine)
 
-    def _hand_to_releaser(self, answer: EngineAnswer) -> None:
-        self.run.gateway.releaser.release_late_prefill(self.run.request, answer)
-        self.answer = None
+    def _hand_to_releaser(self, answer: EngineAnswer | None) -> None:
+        if answer is not None:
+            self.run.gateway.releaser.release_late_prefill(self.run.request, answer)
+            self.answer = None
 
     def _end_span(self, span: TracedLeg, error: BaseException | None) -> None:
         super()._end_span(span, error)
@@ -402,7 +404,7 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
 class DecodeAccount(LegAccount[DecodeLegResult]):
     """The account of a decode leg; see `decode_leg`."""
 
-    __slots__ = ("_accept", "_watch", "params", "threshold")
+    __slots__ = ("_accept", "_pair", "_watch", "params", "threshold")
     role = DECODE
 
     def __init__(
@@ -416,7 +418,7 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
     ) -> None:
         super().__init__(run, engine, run.route.decode_feedback)
         request, reuse = run.request, run.plan.reuse
-        self.params, self.threshold, self._accept = params, threshold, accept
+        self.params, self.threshold, self._accept, self._pair = params, threshold, accept, pair
         self._watch: LoadFailureWatch | None = None
         if engine.ranks or (reuse is not None and reuse.rank is not None):
             self.place, self._rank_line = rank_of_leg(run, engine, DECODE)
@@ -489,10 +491,18 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
             error = LoadFailedError(NOT_LOADED, failure is not None and failure.is_of_pair)
         return super().failed(error)
 
-    def _hand_to_releaser(self, answer: EngineAnswer) -> None:
-        """A hedged leg has lost, and its engine may have retained the KV of the turn."""
-        if self._accept is not None and self.run.plan.reuse is not None:
-            self.run.gateway.releaser.release_late_turn(self.run.request, self.engine, answer)
+    def _hand_to_releaser(self, answer: EngineAnswer | None) -> None:
+        """A hedged leg has lost, and its engine may have retained the KV of the turn; or the client
+        has left, and the engine has not told yet that the KV may be freed."""
+        releaser, pair = self.run.gateway.releaser, self._pair
+        if pair is not None and pair.release is not None and not self.run.is_read:
+            if answer is None:
+                releaser.release_by_reading(self.run.request, self.engine.group, pair.release)
+            else:
+                releaser.await_reading(answer)
+            self.answer = None
+        elif answer is not None and self._accept is not None and self.run.plan.reuse is not None:
+            releaser.release_late_turn(self.run.request, self.engine, answer)
             self.answer = None
 
     def _end_span(self, span: TracedLeg, error: BaseException | None) -> None:

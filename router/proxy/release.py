@@ -22,6 +22,7 @@ read is released by the same endpoint of the decode engine.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from time import monotonic as now
 from typing import Any
@@ -44,6 +45,8 @@ from router.telemetry.metrics import Metrics
 LATE_ANSWER_TIMEOUT_S = 1.0
 # Seconds after which a decode engine has read, tokenized and queued a leg, even under load.
 LEG_ARRIVAL_TIME_S = 5.0
+# Seconds for which the leg of a client that has left goes on; see `KvReleaser.await_reading`.
+READING_TIMEOUT_S = 1.0
 RELEASE_PATH = "/disagg/release"
 RELEASE_MODEL = "disagg-router/released"
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
@@ -86,13 +89,20 @@ class KvReleaser:
         if not (isinstance(cause, asyncio.CancelledError) and _has_leg_arrived(request)):
             self._spawn(self._release_prefill(request, request.record.prefiller, params))
 
-    def release_by_reading(self, request: Request, gone: Engine, body: Body) -> None:
-        """Let another decode engine read KV that its own, which is `gone`, has not read or has not
-        told: the prefill engine then frees it. See `LegPair.release`."""
+    def release_by_reading(
+        self, request: Request, group: str, body: Body, gone: Engine | None = None
+    ) -> None:
+        """Let a decode engine of the group read KV whose own decode engine is `gone`, or never got
+        its leg: the prefill engine then frees it. See `LegPair.release`."""
         usable = self._fleet.usable_engines(EngineRole.DECODE)
-        others = [one for one in usable if one is not gone and one.group == gone.group]
+        others = [one for one in usable if one is not gone and one.group == group]
         if others:
             self._spawn(self._release_by_reading(request, others[0], body))
+
+    def await_reading(self, answer: EngineAnswer) -> None:
+        """Let a decode leg whose client has left go on until its engine has begun to answer, or has
+        certainly queued it: then the engine has read the KV, or tells that it will not."""
+        self._spawn(self._await_reading(answer))
 
     def release_late_prefill(self, request: Request, answer: EngineAnswer) -> None:
         """End a prefill leg whose client has disconnected, and release its blocks if the engine had
@@ -109,6 +119,12 @@ class KvReleaser:
         decoder = self._fleet.find_alive(entry.decoder)
         if decoder is not None and decoder.capabilities.supports_release:
             self._spawn(self._release_turn(request, decoder, entry.params))
+
+    async def _await_reading(self, answer: EngineAnswer) -> None:
+        with contextlib.suppress(TimeoutError, UpstreamError):
+            async with asyncio.timeout(READING_TIMEOUT_S):
+                await answer.ready()
+        answer.close()
 
     async def _release_by_reading(self, request: Request, decoder: Engine, body: Body) -> None:
         if (model := request.body.get("model")) is not None:

@@ -336,14 +336,15 @@ async def send_pair(
         return None
     run.prefiller = prefiller
     run.hold(prefiller)
-    decoded = await decode_leg(run, decoder, pair_params(run, decoder, continued))
+    decoded = await decode_leg(run, decoder, pair_params(run, decoder, continued), pair=pair)
     run.stop_holding(run.is_read)
     if isinstance(decoded, LegRefusal):
         raise decoded.error
     if not isinstance(decoded, LegFailure):
         return None
     if pair.release is not None and isinstance(decoded.error, UpstreamError) and not run.is_read:
-        run.gateway.releaser.release_by_reading(run.request, decoder, pair.release)
+        group = prefiller.group
+        run.gateway.releaser.release_by_reading(run.request, group, pair.release, decoder)
     return decoded
 
 

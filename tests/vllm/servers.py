@@ -87,6 +87,8 @@ class Kind:
     model: Path | Writer | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     plugins: tuple[ModuleType, ...] = ()
+    port: int = 0
+    """0: a free one."""
 
 
 Kinds = tuple[Kind, ...] | dict[str, Kind]
@@ -173,6 +175,7 @@ class Fleet:
     def _start(self, kind: Kind, port: int, side_channel: int) -> Iterator[Server]:
         model = str(kind.model or self.model)
         command = ["vllm.entrypoints.openai.api_server", "--model", model]
+        port = kind.port or port
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--block-size", "32", "--enforce-eager", "--dtype", "float32"]
         command += ["--max-model-len", "2048", "--kv-cache-memory-bytes", "256M", *kind.options]

@@ -28,14 +28,14 @@ CHAT = "chat.completion"
 UNFINISHED = ("length", "not_finished")
 
 
-class _Choice(msgspec.Struct):
+class _ContextChoice(msgspec.Struct):
     finish_reason: str | None = None
     disaggregated_params: dict[str, Any] | None = None
 
 
 class _ContextAnswer(msgspec.Struct):
     object: str
-    choices: list[_Choice]
+    choices: list[_ContextChoice]
     prompt_token_ids: list[int] | None = None
 
 
@@ -62,7 +62,7 @@ class TensorRTLLM(TransferProtocol):
             (choice,) = answer.choices
         except (msgspec.DecodeError, ValueError) as error:
             raise BrokenAnswerError("a context server's answer without its one choice") from error
-        if choice.finish_reason not in UNFINISHED:
+        if choice.finish_reason not in (None, *UNFINISHED):
             return None
         if choice.disaggregated_params is None:
             raise BrokenAnswerError("a context server's answer without disaggregated_params")
