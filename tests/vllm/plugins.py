@@ -16,7 +16,7 @@ def write_plugin(directory: Path, module: ModuleType) -> Path:
     return directory
 
 
-def found_in(*directories: Path) -> dict[str, str]:
+def found_in(*directories: Path, others: str | None = None) -> dict[str, str]:
     """The environment of a server that looks into these directories before all others."""
-    usual = os.environ.get("PYTHONPATH", os.getcwd())
-    return {"PYTHONPATH": os.pathsep.join([*map(str, directories), usual])}
+    others = others or os.environ.get("PYTHONPATH", os.getcwd())
+    return {"PYTHONPATH": os.pathsep.join([*map(str, directories), others])}

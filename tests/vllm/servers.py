@@ -168,7 +168,8 @@ class Fleet:
         for plugin in kind.plugins:
             folder = self.logs / plugin.__name__
             folders.append(folder if folder.exists() else write_plugin(folder, plugin))
-        environment = {**(found_in(*folders) if folders else {}), **kind.environment}
+        found = found_in(*folders, others=kind.environment.get("PYTHONPATH"))
+        environment = {**kind.environment, **found}
         return replace(kind, model=model, environment=environment, plugins=())
 
     @contextmanager

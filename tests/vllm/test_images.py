@@ -17,6 +17,7 @@ from tests.integration.oracle import Answer, differences
 from tests.integration.processes import Server, metric
 from tests.vllm.image_model import IMAGE_TOKENS, SIZE, write_image_model
 from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.mended_images import sitecustomize
 from tests.vllm.plugins import found_in
 from tests.vllm.servers import OURS, PUSH, SCHEDULER, UNCACHED, Fleet, Kind
 from tests.vllm.test_push import where
@@ -30,6 +31,7 @@ BEFORE = "Look at this, and then say what it is: "
 IMAGES: dict[str, Any] = {
     "model": write_image_model,
     "environment": found_in(Path(__file__).parent / "mended_images"),
+    "plugins": (sitecustomize,),
 }
 # P, D, and one that has no connector and no cache.
 SERVERS = (
