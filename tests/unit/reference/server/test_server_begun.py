@@ -2,9 +2,8 @@
 
 import base64
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,9 +12,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_ext.common.resume_payload import ResumePayload, encode_token_ids
-from engine_ext.reference.config import EngineConfig
-from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.host import build_engine
 from engine_ext.reference.server.job import ServedModel, prepare, remote_params
 from engine_ext.reference.server.requests import ChatBody, CompletionBody, EngineBadRequestError
 from tests.unit.reference.server.fake_engine import (
@@ -24,7 +20,6 @@ from tests.unit.reference.server.fake_engine import (
     events_of,
     in_process,
     saying,
-    served_model,
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -58,22 +53,9 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def roomy(directory: Path) -> ServedModel:
-    return served_model(directory, 2048)
-
-
-@pytest.fixture
-async def client(directory: Path, roomy: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
-    """It has none of the KV: nothing is kept between requests."""
-    config = EngineConfig(
-        model=directory, num_blocks=129, num_threads=1, enable_prefix_caching=False
-    )
-    engine: ReferenceEngine = build_engine(config)
-    async with in_process(roomy, engine) as client:
-        yield client
-    engine.check_integrity()
-    engine.shutdown()
+# It has none of the KV: nothing is kept between requests.
+ENGINE = {"num_blocks": 129, "enable_prefix_caching": False}
+MAX_LENGTH = 2048
 
 
 @dataclass

@@ -1,17 +1,13 @@
 """Answers that an engine without room hands back, as a router sees them."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from engine_ext.reference.config import EngineConfig
-from engine_ext.reference.host import build_engine
-from engine_ext.reference.server.job import ServedModel
-from tests.unit.reference.server.fake_engine import in_process, served_model
+from engine_ext.reference.engine import ReferenceEngine
 from tests.unit.reference.server.test_server_begun import (
     BODY,
     FORMS,
@@ -29,24 +25,16 @@ FEW = 12
 """Blocks of 32 tokens: two long answers do not fit."""
 
 
-@pytest.fixture
-def roomy(directory: Path) -> ServedModel:
-    return served_model(directory, 352)
+ENGINE = {"num_blocks": FEW, "enable_prefix_caching": False}
+MAX_LENGTH = 352
 
 
-@pytest.fixture
-async def client(directory: Path, roomy: ServedModel) -> AsyncIterator[httpx.AsyncClient]:
-    config = EngineConfig(
-        model=directory, num_blocks=FEW, num_threads=1, enable_prefix_caching=False
-    )
-    engine = build_engine(config)
-    async with in_process(roomy, engine) as client:
-        yield client
-        engine.check_integrity()
-        stats = engine.stats()
-        assert stats.num_blocks_free == stats.num_blocks_total
-        assert stats.preemptions > 0
-    engine.shutdown()
+@pytest.fixture(autouse=True)
+def every_block_came_back(real_engine: ReferenceEngine) -> Iterator[None]:
+    yield
+    stats = real_engine.stats()
+    assert stats.num_blocks_free == stats.num_blocks_total
+    assert stats.preemptions > 0
 
 
 def is_back(choice: dict[str, Any]) -> bool:

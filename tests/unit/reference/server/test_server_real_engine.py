@@ -2,21 +2,15 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from engine_ext.reference.config import EngineConfig
 from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.host import build_engine
 from engine_ext.reference.server.job import ServedModel
 from tests.unit.reference.server.fake_engine import (
     events_of,
-    in_process,
-    served_model,
     serving,
     until,
 )
@@ -31,23 +25,8 @@ BODY: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def model(directory: Path) -> ServedModel:
-    return served_model(directory, 1024)
-
-
-@pytest.fixture
-async def engine(directory: Path) -> AsyncIterator[ReferenceEngine]:
-    engine = build_engine(EngineConfig(model=directory, num_blocks=33, num_threads=1))
-    yield engine
-    engine.check_integrity()
-    engine.shutdown()
-
-
-@pytest.fixture
-async def client(model: ServedModel, engine: ReferenceEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with in_process(model, engine) as client:
-        yield client
+ENGINE = {"num_blocks": 33}
+MAX_LENGTH = 1024
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -81,7 +60,7 @@ async def test_a_prompt_seen_before_is_reported_as_cached(client: httpx.AsyncCli
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_rejection_is_an_answer_without_tokens(
-    path: str, stream: bool, client: httpx.AsyncClient, engine: ReferenceEngine
+    path: str, stream: bool, client: httpx.AsyncClient, real_engine: ReferenceEngine
 ) -> None:
     body = {**BODY, "cache_hit_threshold": 0.5, "stream": stream}
     response = await client.post(path, json=body)
@@ -94,9 +73,9 @@ async def test_a_rejection_is_an_answer_without_tokens(
     assert "".join(text_of(answer["choices"][0]) for answer in answers) == ""
     if not stream:
         assert last["usage"]["completion_tokens"] == 0
-    assert engine.stats().requests_finished == {"cache_threshold": 1}
-    assert engine.stats().prompt_tokens_computed == 0
-    assert engine.stats().num_blocks_free == engine.stats().num_blocks_total
+    assert real_engine.stats().requests_finished == {"cache_threshold": 1}
+    assert real_engine.stats().prompt_tokens_computed == 0
+    assert real_engine.stats().num_blocks_free == real_engine.stats().num_blocks_total
 
 
 async def test_a_prompt_seen_before_is_not_rejected(client: httpx.AsyncClient) -> None:
@@ -109,14 +88,14 @@ async def test_a_prompt_seen_before_is_not_rejected(client: httpx.AsyncClient) -
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_gives_its_blocks_back(
-    stream: bool, model: ServedModel, engine: ReferenceEngine
+    stream: bool, roomy: ServedModel, real_engine: ReferenceEngine
 ) -> None:
     body = json.dumps({**BODY, "max_tokens": 1000, "stream": stream}).encode()
     head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    async with serving(model, engine) as server:
+    async with serving(roomy, real_engine) as server:
         _, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(head.encode() + body)
-        await until(lambda: engine.stats().num_running == 1)
+        await until(lambda: real_engine.stats().num_running == 1)
         writer.close()
-        await until(lambda: engine.stats().requests_finished.get("abort") == 1)
-    assert engine.stats().num_blocks_free == engine.stats().num_blocks_total
+        await until(lambda: real_engine.stats().requests_finished.get("abort") == 1)
+    assert real_engine.stats().num_blocks_free == real_engine.stats().num_blocks_total
