@@ -311,6 +311,11 @@ def leaves_nothing_behind(server: Server, seconds: float = 30) -> None:
     assert server.process.returncode == 0, server.log.read_text()[-4000:]
 
 
+def freed(server: Server) -> bool:
+    """Whether no finished request holds a block."""
+    return metric(server, "disagg_engine_blocks_delayed") == 0
+
+
 def is_settled(metrics: dict[str, float]) -> bool:
     values = {name.removeprefix("disagg_engine_"): value for name, value in metrics.items()}
     if any(values[f"requests_{where}"] for where in ("running", "waiting")):

@@ -10,6 +10,7 @@ from tests.integration.processes import (
     Description,
     Server,
     described,
+    freed,
     metric,
     wait_for,
 )
@@ -32,10 +33,6 @@ pytestmark = pytest.mark.parametrize(
     indirect=True,
     scope="module",
 )
-
-
-def freed(server: Server) -> bool:
-    return metric(server, "disagg_engine_blocks_delayed") == 0
 
 
 def test_what_was_prefilled_elsewhere_is_decoded_as_if_here(

@@ -15,6 +15,7 @@ from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import (
     Launcher,
     Server,
+    freed,
     is_settled,
     metric,
     post_and_leave,
@@ -51,7 +52,7 @@ def test_three_turns_prefill_only_what_is_new(
         assert computed == 1100 if number == 0 else computed <= 51
         prompt += [*answer.tokens, *tokens_of(50, 100 + number)]
     assert turns(router, "hit") - hits == 2
-    wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
+    wait_for(lambda: freed(prefiller), "P's blocks are freed")
 
 
 @pytest.mark.parametrize("change", ["stripped", "edited", "shortened", "regenerated", "unrelated"])
@@ -345,7 +346,7 @@ def test_a_client_that_leaves_between_the_legs_frees_the_prefiller_at_once(
         with post_and_leave(router, body):
             assert held.wait(30)
             assert metric(prefiller, "disagg_engine_blocks_delayed") > 0
-        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free")
+        wait_for(lambda: freed(prefiller), "P is free")
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired
 
 
@@ -366,5 +367,5 @@ def test_clients_that_leave_at_every_stage_leave_no_block(
         wait_for(lambda: metric(prefiller, ASKED) > asked, "the first has its prefill")
         clients.close()
         wait_for(lambda: is_settled(prefiller.metrics()), "P has no request left")
-        wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P is free")
+        wait_for(lambda: freed(prefiller), "P is free")
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == expired

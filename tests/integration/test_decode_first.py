@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.oracle import complete, differences, text_of, tokens_of
-from tests.integration.processes import Launcher, Server, metric, wait_for
+from tests.integration.processes import Launcher, Server, freed, metric, wait_for
 
 ASKED = "disagg_engine_prompt_tokens_total"
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
@@ -83,7 +83,7 @@ def test_a_miss_takes_both_legs_and_a_hit_one_hop(
 
     assert said(asked, path, stream, seed, **fields) == right
     assert metric(prefiller, ASKED) - before >= 900, "P computed what D had not"
-    wait_for(lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed")
+    wait_for(lambda: freed(prefiller), "P's blocks are freed")
 
     before = metric(prefiller, ASKED)
     computed = metric(decoder, COMPUTED)

@@ -17,6 +17,7 @@ from tests.integration.processes import (
     UNCACHED,
     Launcher,
     Server,
+    freed,
     metric,
     wait_for,
 )
@@ -81,7 +82,7 @@ def test_what_was_prefilled_elsewhere_is_decoded_as_if_here(pair: Pair, alone: S
     got = [decode(pair.decoder, prompt, prefill(pair.prefiller, prompt)) for prompt in prompts]
     assert differences(right, [turn.answer for turn in got]) == []
     assert metric(pair.decoder, COMPUTED) - before == len(prompts)
-    wait_for(lambda: metric(pair.prefiller, "disagg_engine_blocks_delayed") == 0, "P's are freed")
+    wait_for(lambda: freed(pair.prefiller), "P's are freed")
 
 
 def test_turns_go_back_and_forth(pair: Pair, alone: Server) -> None:

@@ -19,6 +19,7 @@ from tests.integration.processes import (
     Launcher,
     Server,
     described,
+    freed,
     metric,
     pause,
     post_and_leave,
@@ -26,10 +27,6 @@ from tests.integration.processes import (
 )
 
 PREFILLER, DECODER = described("prefill"), described("decode")
-
-
-def released(server: Server) -> bool:
-    return metric(server, "disagg_engine_blocks_delayed") == 0
 
 
 def test_tokens_and_logprobs_are_those_of_one_engine_alone(
@@ -41,7 +38,7 @@ def test_tokens_and_logprobs_are_those_of_one_engine_alone(
     # D goes on from the token that P has sampled: all of the prompt was fetched or cached.
     assert metric(decoder, "disagg_engine_prompt_tokens_computed_total") == 0
     assert metric(decoder, "disagg_engine_prompt_tokens_fetched_total") > 5000
-    wait_for(lambda: released(prefiller), "P's blocks are freed after the read")
+    wait_for(lambda: freed(prefiller), "P's blocks are freed after the read")
     granted = metric(prefiller, "disagg_engine_kv_leases_granted_total")
     assert granted == 2 * len(prompts)
     assert metric(prefiller, "disagg_engine_kv_leases_released_total") == granted
@@ -79,7 +76,7 @@ def test_what_the_decoders_cache_holds_is_not_fetched(
     longer = prompt + text_of(40, 501)
     assert differences([complete(alone, longer)], [complete(router, longer)]) == []
     assert metric(decoder, "disagg_engine_kv_blocks_received_total") - before == 2
-    wait_for(lambda: released(prefiller), "P's blocks are freed")
+    wait_for(lambda: freed(prefiller), "P's blocks are freed")
 
 
 def test_of_a_prompt_the_decoder_holds_nothing_is_fetched_and_the_prefiller_is_freed(
@@ -91,7 +88,7 @@ def test_of_a_prompt_the_decoder_holds_nothing_is_fetched_and_the_prefiller_is_f
     blocks = metric(decoder, "disagg_engine_kv_blocks_received_total")
     assert complete(router, prompt, max_tokens=40) == first
     assert metric(decoder, "disagg_engine_kv_blocks_received_total") == blocks
-    wait_for(lambda: released(prefiller), "P's blocks are freed")
+    wait_for(lambda: freed(prefiller), "P's blocks are freed")
     assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
 
 
@@ -130,10 +127,10 @@ def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
         decoder.kill()
         assert params["remote_num_tokens"] == 100
         assert metric(prefiller, "disagg_engine_blocks_delayed") == 4
-        wait_for(lambda: released(prefiller), "the lease ends")
-        freed = time.monotonic()
-        assert freed - granted_after >= lease
-        assert freed - answered < 3 * lease
+        wait_for(lambda: freed(prefiller), "the lease ends")
+        ended = time.monotonic()
+        assert ended - granted_after >= lease
+        assert ended - answered < 3 * lease
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 1
 
 
@@ -174,7 +171,7 @@ def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alo
             answer = pool.submit(complete, router, prompt)
             pause(1.3 * lease, "the request has queued for longer than its lease")
             assert not answer.done()
-            assert not released(prefiller)
+            assert not freed(prefiller)
         assert differences([complete(alone, prompt)], [answer.result(timeout=60)]) == []
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
         assert metric(decoder, "disagg_engine_kv_heartbeats_sent_total") >= 3
@@ -196,6 +193,6 @@ def test_a_client_that_leaves_while_the_decoder_queues_frees_the_prefiller_at_on
                 lambda: metric(decoder, "disagg_engine_kv_heartbeats_sent_total"),
                 "the D leg queues",
             )
-            assert not released(prefiller)
-        wait_for(lambda: released(prefiller), "P's blocks are freed")
+            assert not freed(prefiller)
+        wait_for(lambda: freed(prefiller), "P's blocks are freed")
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0

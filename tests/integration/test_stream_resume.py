@@ -20,7 +20,15 @@ from tests.integration.oracle import (
     streamed,
     text_of,
 )
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, described, metric, wait_for
+from tests.integration.processes import (
+    BOTH_WAYS,
+    Launcher,
+    Server,
+    described,
+    freed,
+    metric,
+    wait_for,
+)
 
 LONG = 120
 PROMPTS = [text_of(length, 7000 + length) for length in (40, 64, 200, 333, 700, 41, 90, 128)]
@@ -57,9 +65,7 @@ def test_the_first_token_is_the_prefillers(
         assert differences(right, [streamed(router, one, LONG) for one in PROMPTS]) == []
         assert metric(decoder, computed) == before
         assert metric(router, CONTINUED) == 2 * len(PROMPTS)
-        wait_for(
-            lambda: metric(prefiller, "disagg_engine_blocks_delayed") == 0, "P's blocks are freed"
-        )
+        wait_for(lambda: freed(prefiller), "P's blocks are freed")
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
 
 

@@ -4,14 +4,18 @@ import time
 
 from tests.integration.legs import check_three_turns, decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
-from tests.integration.processes import BOTH_WAYS, UNCACHED, Launcher, Server, metric, wait_for
+from tests.integration.processes import (
+    BOTH_WAYS,
+    UNCACHED,
+    Launcher,
+    Server,
+    freed,
+    metric,
+    wait_for,
+)
 
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 GRANTED = "disagg_engine_kv_leases_granted_total"
-
-
-def freed(server: Server) -> bool:
-    return metric(server, "disagg_engine_blocks_delayed") == 0
 
 
 def test_three_turns_compute_only_what_is_new(
