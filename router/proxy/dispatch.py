@@ -36,6 +36,7 @@ from router.proxy.request import (
 )
 from router.proxy.resume import ResumeState
 from router.proxy.run import AnswersHeld, Run
+from router.proxy.token_requests import GENERATE, TokenBodies
 from router.proxy.turn_tokens import wants_token_ids
 from router.telemetry.metrics import Metrics
 from router.telemetry.record import Record
@@ -83,7 +84,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         if limits.stream_heartbeat and request.body.get("stream") is True:
             request.exchange = HeartbeatExchange(request, limits)
         request.shared_headers += messages.header_lines(exchange.headers, gateway.not_to_engine)
-        bodies = RawBody(request.form_body) if request.form else LegBodies(request.body)
+        bodies = _bodies_of(request)
 
         # Plan, after a wait for a place at engines that have limits.
         gateway.budget.note_request(request.record.started)
@@ -133,6 +134,13 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
     request = _open_record(exchange, gateway)
     await _refuse(request, gateway, error)
     _close_record(request.record, gateway)
+
+
+def _bodies_of(request: Request) -> LegBodies:
+    if request.form:
+        return RawBody(request.form_body)
+    is_of_tokens = request.exchange.endpoint == GENERATE
+    return (TokenBodies if is_of_tokens else LegBodies)(request.body)
 
 
 def read_request_id(headers: Sequence[Header]) -> str:

@@ -26,6 +26,7 @@ UNSUPPORTED_FIELDS = (
     "return_prompt_text",
     "logprob_token_ids",
     "thinking_token_budget",
+    "token_ids",  # of /inference/v1/generate
 )
 
 

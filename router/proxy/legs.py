@@ -118,7 +118,7 @@ async def prefill_leg(
     with PrefillAccount(run, engine, pair, last_turn) as leg:
         loan_field = leg.loan.field if leg.loan else b""
         if pair is not None and pair.prefill_fields is not None:
-            body = run.bodies.prefill_with(pair.prefill_fields, pair.keeps_lengths)
+            body = run.bodies.prefill_with(pair.prefill_fields, pair.lengths)
         else:
             transfer_id = "" if pair is None else pair.transfer_id
             begun = None if run.resume.buffer is None else run.resume.continued

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Mapping, Sequence
+from enum import Enum, auto
 from itertools import count
 from operator import itemgetter
 from random import getrandbits
@@ -77,6 +78,19 @@ _process, _legs = f"{getrandbits(40):010x}", count()
 BodyHalves = tuple[bytes | memoryview, bytes]
 
 
+class PrefillLengths(Enum):
+    """How many tokens a prefill engine of another KV protocol is asked for."""
+
+    ONE = auto()
+    ONE_AND_ON = auto()
+    """One that does not end the answer: an engine frees the KV of an answer that has ended."""
+    CLIENTS = auto()
+    """As many as the client wants: the engine stops after one by itself."""
+
+
+ONE, ONE_AND_ON, CLIENTS = PrefillLengths
+
+
 class LegBodies:
     """The bodies of one request's legs.
 
@@ -134,11 +148,7 @@ class LegBodies:
         """
         if buffer is not None:
             return self._with(self._resume_fields(buffer))
-        fields = [ONE_TOKEN]
-        if hands_over and self._own.get(MIN_TOKENS):
-            fields.append(MIN_ONE_TOKEN)
-        if MAX_COMPLETION_TOKENS in self._own:
-            fields.append(ONE_COMPLETION_TOKEN)
+        fields = self._one_token(1 if hands_over and self._own.get(MIN_TOKENS) else 0)
         if self.asks_prefiller_for_ids:
             fields.append(RETURN_IDS)
         if last_turn is None and not transfer_id and not hands_over:
@@ -155,11 +165,22 @@ class LegBodies:
             fields[-1] = b'%s,"prompt_token_ids":%s}' % (fields[-1][:-1], self.prompt_ids)
         return self._with(fields)
 
-    def prefill_with(self, fields: bytes, keeps_lengths: bool) -> BodyHalves:
+    def _one_token(self, least: int = 0) -> list[bytes]:
+        """Return the fields that let an engine sample one token. With `least` 1 it is one that ends
+        no answer."""
+        fields = [ONE_TOKEN]
+        if least:
+            fields.append(MIN_ONE_TOKEN)
+        if MAX_COMPLETION_TOKENS in self._own:
+            fields.append(ONE_COMPLETION_TOKEN)
+        return fields
+
+    def prefill_with(self, fields: bytes, lengths: PrefillLengths) -> BodyHalves:
         """Return the body of a prefill leg of another KV protocol than the NixlConnector's, with
-        its `fields`. `keeps_lengths`: with the client's max_tokens and n."""
-        if not keeps_lengths:
-            return self._with([b'"stream":false,' + NO_THRESHOLD, fields])
+        its `fields`."""
+        if lengths is not CLIENTS:
+            own_fields = self._one_token(1 if lengths is ONE_AND_ON else 0)
+            return self._with([*own_fields, fields] if fields else own_fields)
         own = {**self._own, "stream": False}
         own.pop("stream_options", None)
         return self._with([encode_body(own)[1:-1], fields])

@@ -26,6 +26,16 @@ JSON_PATHS = (
     "/detokenize",
     "/pooling",
     "/classify",
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/render",
+    "/v1/completions/derender",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/chat/completions/batch",
+    "/v2/embed",
+    "/cohere/v2/chat",
+    "/generative_scoring",
 )
 FORM_PATHS = ("/v1/audio/transcriptions", "/v1/audio/translations")
 BOUNDARY = re.compile(rb'boundary=(?:"([^"\r\n]{1,70})"|([^\s;,"]{1,70}))', re.IGNORECASE)

@@ -63,7 +63,7 @@ def adapter_chunk(name: str) -> int:
 
 def estimate_tokens(body: Body) -> int:
     """Return the number of token ids, or else an estimate of four bytes per token."""
-    messages, tokens = body.get("messages"), _prompt_tokens(body.get("prompt"))
+    messages, tokens = body.get("messages"), _prompt_tokens(_prompt_of(body))
     if not isinstance(messages, list):
         return tokens
     size = sum(_size_of(body.get(name)) for name in RENDERED)
@@ -86,6 +86,12 @@ def has_media(body: Body) -> bool:
     return False
 
 
+def _prompt_of(body: Body) -> object:
+    """Return the prompt of a completion, or the token ids of /inference/v1/generate."""
+    prompt = body.get("prompt")
+    return body.get("token_ids") if prompt is None else prompt
+
+
 def _prompt_tokens(prompt: object) -> int:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
@@ -96,7 +102,7 @@ def _prompt_tokens(prompt: object) -> int:
 
 
 def _token_ids(body: Body) -> list[int] | None:
-    prompt = body.get("prompt")
+    prompt = _prompt_of(body)
     if isinstance(body.get("messages"), list) or not isinstance(prompt, list) or not prompt:
         return None
     if len(prompt) == 1 and isinstance(prompt[0], list):

@@ -20,6 +20,7 @@ from router.proxy.dispatch import refuse, serve
 from router.proxy.exchange import Exchange
 from router.proxy.gateway import Gateway
 from router.proxy.passthrough import FORM_PATHS, JSON_PATHS, read_form, read_json
+from router.proxy.token_requests import GENERATE, read_tokens
 from router.server.dialect_exchange import CHAT_PATH, DIALECTS, DialectExchange
 
 router = APIRouter()
@@ -28,6 +29,7 @@ GENERATION_PATHS = frozenset((CHAT_PATH, COMPLETIONS_PATH))
 PASSTHROUGH_READERS = {
     **dict.fromkeys(JSON_PATHS, read_json),
     **dict.fromkeys(FORM_PATHS, read_form),
+    GENERATE: read_tokens,
 }
 # By the path of a request's target; some clients end the paths of completions with a slash.
 PROXIED_PATHS = {

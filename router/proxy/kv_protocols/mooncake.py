@@ -20,6 +20,7 @@ from router.fleet.engine import Engine, EngineRank, Place, engine_of
 from router.fleet.kv_protocol import MOONCAKE
 from router.proxy.kv_params import KvParams
 from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol
+from router.proxy.messages import ONE_AND_ON
 from router.proxy.ranks import header_line, rank_chosen_by_client
 from router.proxy.request import Request
 from router.settings import Address
@@ -52,15 +53,13 @@ class Mooncake(TransferProtocol):
             "remote_bootstrap_addr": f"http://{bootstrap}",
         }
         known = number if len(peer.engine_ids) > 1 else None
-        # A prefill engine that samples the end of the answer keeps no KV. With min_tokens it
-        # samples another token, which nobody reads.
-        fields = b'"max_tokens":1,"min_tokens":1,"kv_transfer_params":' + dumps(prefill)
         return LegPair(
             place,
             KvParams(dumps(decode)),
             transfer_id=transfer_id,
             pinned=header_line(request, place, known),
-            prefill_fields=fields,
+            prefill_fields=b'"kv_transfer_params":' + dumps(prefill),
+            lengths=ONE_AND_ON,
             release={"prompt": [1], "max_tokens": 1, "kv_transfer_params": decode},
         )
 

@@ -9,6 +9,7 @@ from router.fleet.engine import Engine, Place
 from router.fleet.kv_protocol import KvProtocol
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.kv_params import KvParams
+from router.proxy.messages import ONE, PrefillLengths
 from router.proxy.request import AS_SENT, Body, Request
 
 
@@ -34,8 +35,7 @@ class LegPair(NamedTuple):
     prefill_fields: bytes | None = None
     """The fields of the prefill leg that are the protocol's, as members of a JSON object; None for
     vLLM's NixlConnector."""
-    keeps_lengths: bool = False
-    """The prefill leg has the client's own max_tokens and n: its engine ends it by itself."""
+    lengths: PrefillLengths = ONE
     decode_fields: bytes | None = None
     """The protocol's fields of the decode leg; None if it has `params` instead."""
     release: Body | None = None

@@ -18,7 +18,7 @@ from router.common.exact_json import dumps
 from router.fleet.engine import Engine, Place, engine_of
 from router.fleet.kv_protocol import SGLANG
 from router.proxy.kv_protocols.protocol import Abort, LegPair, TransferProtocol
-from router.proxy.messages import new_leg_id
+from router.proxy.messages import CLIENTS, new_leg_id
 from router.proxy.ranks import header_line, rank_chosen_by_client
 from router.proxy.request import Request
 
@@ -49,7 +49,7 @@ class SGLang(TransferProtocol):
             place,
             pinned=header_line(request, place),
             prefill_fields=prefill,
-            keeps_lengths=True,
+            lengths=CLIENTS,
             decode_fields=dumps(fields)[1:-1],
             abort=Abort("/abort_request", {"rid": rid}),
         )

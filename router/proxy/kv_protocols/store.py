@@ -19,4 +19,4 @@ class KvStore(TransferProtocol):
     runs_together = False
 
     def pair(self, request: Request, place: Place, decoder: Engine) -> LegPair | None:
-        return LegPair(place, pinned=header_line(request, place), prefill_fields=b'"max_tokens":1')
+        return LegPair(place, pinned=header_line(request, place), prefill_fields=b"")

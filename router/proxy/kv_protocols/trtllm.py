@@ -18,6 +18,7 @@ from router.fleet.kv_protocol import TRTLLM
 from router.http_client.errors import BrokenAnswerError
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol
+from router.proxy.messages import CLIENTS
 from router.proxy.ranks import header_line
 from router.proxy.request import Request
 
@@ -53,7 +54,7 @@ class TensorRTLLM(TransferProtocol):
             place,
             pinned=header_line(request, place),
             prefill_fields=b'"%s":%s' % (PARAMS.encode(), dumps(params)),
-            keeps_lengths=True,
+            lengths=CLIENTS,
         )
 
     def continue_with(self, pair: LegPair, prefilled: PrefillAnswer) -> LegPair | None:
