@@ -69,7 +69,7 @@ class Stack:
 
 
 @contextmanager
-def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
+def engine_server(name: str, model: Path, folder: Path) -> Iterator[Server]:
     port, side_channel = free_ports(2)
     transfer = {
         "kv_connector": "DisaggConnector",
@@ -91,7 +91,7 @@ def engine(name: str, model: Path, folder: Path) -> Iterator[Server]:
 
 
 @contextmanager
-def router(prefiller: int, decoder: int, folder: Path, *options: str) -> Iterator[Server]:
+def router_server(prefiller: int, decoder: int, folder: Path, *options: str) -> Iterator[Server]:
     (port,) = free_ports(1)
     command = ["router.commands.cli", "--port", str(port), "--health-timeout", "10"]
     # KV moves, however quick the tiny engines are.
@@ -107,9 +107,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     folder, model = tmp_path_factory.mktemp("logs"), tmp_path_factory.mktemp("model")
     subprocess.run([PYTHON, "-c", WRITE_MODEL, str(model)], check=True, timeout=120)
     with (
-        engine("prefill", model, folder) as prefiller,
-        engine("decode", model, folder) as decoder,
-        router(prefiller.port, decoder.port, folder) as server,
+        engine_server("prefill", model, folder) as prefiller,
+        engine_server("decode", model, folder) as decoder,
+        router_server(prefiller.port, decoder.port, folder) as server,
     ):
         yield Stack(server, prefiller, decoder)
 
@@ -130,7 +130,7 @@ async def scripted_stack(
     async with AsyncExitStack() as open_ones:
         prefiller = await open_ones.enter_async_context(running_engine(prefill))
         decoder = await open_ones.enter_async_context(running_engine(decode))
-        starting = router(prefiller.port, decoder.port, folder, *flags)
+        starting = router_server(prefiller.port, decoder.port, folder, *flags)
         server = await asyncio.to_thread(starting.__enter__)
         try:
             yield server, prefiller, decoder

@@ -36,7 +36,9 @@ async def client(scripted: Scripted) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-async def events_of(client: httpx.AsyncClient, path: str, body: Json, **headers: str) -> list[Json]:
+async def posted_events(
+    client: httpx.AsyncClient, path: str, body: Json, **headers: str
+) -> list[Json]:
     answer = await client.post(path, json=body, headers=headers)
     assert answer.status_code == 200, answer.text
     lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
@@ -99,7 +101,7 @@ async def test_claude_codes_requests(scripted: Scripted, client: httpx.AsyncClie
     turns: list[Json] = [{"role": "user", "content": [reminder, question]}]
     path = "/v1/messages?beta=true"
     first = blocks_of(
-        await events_of(client, path, claude_code_body(1, turns), **CLAUDE_CODE_HEADERS)
+        await posted_events(client, path, claude_code_body(1, turns), **CLAUDE_CODE_HEADERS)
     )
     assert [block["type"] for block in first] == ["thinking", "text", "tool_use", "tool_use"]
     assert [block["input"] for block in first[2:]] == [{"city": "Oslo"}, {}]
@@ -114,7 +116,7 @@ async def test_claude_codes_requests(scripted: Scripted, client: httpx.AsyncClie
     ]
     turns += [{"role": "assistant", "content": first}, {"role": "user", "content": results}]
     second = blocks_of(
-        await events_of(client, path, claude_code_body(2, turns), **CLAUDE_CODE_HEADERS)
+        await posted_events(client, path, claude_code_body(2, turns), **CLAUDE_CODE_HEADERS)
     )
     assert second[-1]["text"] == "The tools say: sunny, noon."
     scripted.check_last_turn()
@@ -174,7 +176,7 @@ async def test_codexs_requests(scripted: Scripted, client: httpx.AsyncClient) ->
         message("user", "<environment_context>Linux</environment_context>"),
         message("user", "How is it?"),
     ]
-    events = await events_of(client, "/v1/responses", codex_body(items), **CODEX_HEADERS)
+    events = await posted_events(client, "/v1/responses", codex_body(items), **CODEX_HEADERS)
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     assert done == events[-1]["response"]["output"]
     assert [item["type"] for item in done] == [
@@ -193,7 +195,7 @@ async def test_codexs_requests(scripted: Scripted, client: httpx.AsyncClient) ->
         for item, said in zip(done[2:], RESULTS, strict=True)
     ]
     items += [*again, *outputs]
-    events = await events_of(client, "/v1/responses", codex_body(items), **CODEX_HEADERS)
+    events = await posted_events(client, "/v1/responses", codex_body(items), **CODEX_HEADERS)
     assert (
         events[-1]["response"]["output"][-1]["content"][0]["text"] == "The tools say: sunny, noon."
     )

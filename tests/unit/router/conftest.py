@@ -13,7 +13,7 @@ from scripts.mock_engine import MockEngine
 from tests.redis_server import RedisServer, running_redis
 from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import running_engine
+from tests.unit.router.mock_engine import running_engine, running_engines
 
 StartRouter = Callable[..., Awaitable[Router]]
 
@@ -57,6 +57,12 @@ async def d2() -> AsyncIterator[MockEngine]:
 async def d3() -> AsyncIterator[MockEngine]:
     async with running_engine(usual_decode) as engine:
         yield engine
+
+
+@pytest.fixture
+async def ps() -> AsyncIterator[list[MockEngine]]:
+    async with running_engines(usual_prefill, 4) as engines:
+        yield engines
 
 
 @pytest.fixture

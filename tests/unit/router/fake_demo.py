@@ -48,7 +48,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def engine(mode: str, arguments: list[str]) -> None:
+def serve_engine(mode: str, arguments: list[str]) -> None:
     if mode == "dying":
         sys.exit("no such device")
     if mode == "stubborn":
@@ -63,7 +63,7 @@ def engine(mode: str, arguments: list[str]) -> None:
 
 def main(role: str, *arguments: str) -> int:
     if role == "engine":
-        engine(arguments[0], list(arguments[1:]))
+        serve_engine(arguments[0], list(arguments[1:]))
     elif role == "tiny":
         Path(arguments[0]).mkdir()
     elif role == "chat":

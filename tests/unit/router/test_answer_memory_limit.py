@@ -25,7 +25,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
 LIMITS: dict[str, Any] = {"max_answer_size": 3 * MIB, "max_held_answers": 5 * MIB}
 
 
-def chat(text: str = TEXT) -> dict[str, Any]:
+def chat_answer(text: str = TEXT) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}
     return {"id": "c", "object": "chat.completion", "model": "m", "choices": [choice]}
@@ -45,14 +45,14 @@ async def large(request: Received, peer: Peer) -> None:
     if request.json.get("stream"):
         await peer.stream(*events())
     elif "messages" in request.json:
-        await peer.answer(chat())
+        await peer.answer(chat_answer())
     else:
         await peer.answer({**USUAL, "choices": [{"index": 0, "text": TEXT}]})
 
 
 async def large_chunked(request: Received, peer: Peer) -> None:
     """It does not announce its length."""
-    raw = json.dumps(chat()).encode()
+    raw = json.dumps(chat_answer()).encode()
     head = (
         b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
     )
@@ -231,7 +231,7 @@ async def test_what_a_client_does_not_read_of_a_whole_answer_counts_until_it_lea
     """As far as the kernel does not take it."""
     size = 12 * MIB
     router = await start_router(max_answer_size=13 * MIB, max_held_answers=14 * MIB)
-    d.usual = answering(200, chat("x" * size))
+    d.usual = answering(200, chat_answer("x" * size))
     asked = post(json.dumps({**CHAT, "conversation_id": "c", "max_tokens": 9}).encode(), path)
     client = await _stalled(router.port, asked)
     await eventually(lambda: d.requests)

@@ -56,7 +56,7 @@ def keys(tmp_path: Path) -> WriteKeys:
     return write
 
 
-async def ask(router: Router, key: str | None = KEY, **fields: Any) -> httpx.Response:
+async def ask_as(router: Router, key: str | None = KEY, **fields: Any) -> httpx.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return await router.client.post("/v1/completions", json=BODY | fields, headers=headers)
 
@@ -77,15 +77,15 @@ async def test_who_shows_a_key_is_let_in_and_nobody_else(
     start_router: StartRouter, keys: WriteKeys, p: MockEngine
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    assert (await ask(router)).status_code == 200
+    assert (await ask_as(router)).status_code == 200
     asked = len(p.requests)
     for wrong in (None, OTHER, "x", KEY + "x", KEY[:-1], KEY.upper(), "a" * 5000):
-        answer = await ask(router, wrong)
+        answer = await ask_as(router, wrong)
         check_unauthorized(answer)
         if wrong:
             assert answer.json()["error"]["message"].startswith("Incorrect API key provided")
             assert wrong not in answer.text
-    assert "didn't provide an API key" in (await ask(router, None)).text
+    assert "didn't provide an API key" in (await ask_as(router, None)).text
     assert len(p.requests) == asked
 
 
@@ -300,9 +300,9 @@ async def test_what_machines_ask_stays_open(start_router: StartRouter, keys: Wri
 async def test_without_a_file_everybody_may_come_in_and_engines_see_what_clients_show(
     router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    assert (await ask(router, "whatever")).status_code == 200
+    assert (await ask_as(router, "whatever")).status_code == 200
     assert p.last.header("authorization") == d.last.header("authorization") == "Bearer whatever"
-    answer = await ask(router)
+    answer = await ask_as(router)
     assert not any(name.startswith("x-ratelimit") for name in answer.headers)
 
 
@@ -310,10 +310,10 @@ async def test_a_stranger_is_counted_and_its_key_is_nowhere(
     start_router: StartRouter, keys: WriteKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    await ask(router, OTHER)
-    await ask(router, None)
+    await ask_as(router, OTHER)
+    await ask_as(router, None)
     await router.client.get("/v1/models")
-    await ask(router)
+    await ask_as(router)
     router.gateway.records.flush()
     assert router.metric("unauthorized_total", reason="incorrect") == 1
     assert router.metric("unauthorized_total", reason="missing") == 2
@@ -332,7 +332,7 @@ async def test_the_access_line_says_whose_request_it_was(
     router.gateway.records.add_reader(
         lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
     )
-    await ask(router)
+    await ask_as(router)
     router.gateway.records.flush()
     (line,) = lines
     assert json.loads("{" + line + "}")["key"] == "one"
@@ -387,7 +387,7 @@ async def test_the_engines_key_takes_the_place_of_the_clients_without_keys_of_ou
     file = tmp_path / "key"
     file.write_text("of-the-engines\n")
     router = await start_router(engine_api_key_file=file)
-    assert (await ask(router, OTHER)).status_code == 200
+    assert (await ask_as(router, OTHER)).status_code == 200
     assert p.last.header("authorization") == d.last.header("authorization")
     assert d.last.header("authorization") == "Bearer of-the-engines"
 
@@ -404,7 +404,7 @@ async def test_an_engine_that_tells_what_it_was_shown_tells_no_client(
 
     router = await start_router(engine_api_key="of-the-engines")
     d.scripts.append(tells)
-    answer = await ask(router, stream=is_streamed)
+    answer = await ask_as(router, stream=is_streamed)
     assert answer.status_code == 200
     assert "of-the-engines" not in str(answer.headers) + answer.text
 
@@ -414,7 +414,7 @@ async def test_an_engine_that_refuses_the_routers_key_is_no_fault_of_the_clients
 ) -> None:
     router = await start_router(engine_api_key="an-old-one")
     p.scripts.append(answering(401, {"error": "Unauthorized"}))
-    answer = await ask(router)
+    answer = await ask_as(router)
     assert answer.status_code == 502
     assert answer.json()["error"]["message"] == "an engine rejected the router's API key"
     assert "an-old-one" not in answer.text
@@ -460,13 +460,13 @@ async def test_a_key_is_served_those_models_that_it_may_ask_for(
     router = await start_router(api_keys_file=keys(entry("one", KEY, models=["other"])))
     listed = (await router.client.get("/v1/models", headers=BEARER)).json()
     assert [model["id"] for model in listed["data"]] == ["other"]
-    assert (await ask(router, model="other")).status_code == 200
+    assert (await ask_as(router, model="other")).status_code == 200
     for model in ("m", None, "Other"):
-        answer = await ask(router, model=model)
+        answer = await ask_as(router, model=model)
         assert answer.status_code == 404
         assert answer.json()["error"]["code"] == "model_not_found"
     for unreadable in (5, ["other"]):
-        assert (await ask(router, model=unreadable)).status_code == 400
+        assert (await ask_as(router, model=unreadable)).status_code == 400
     assert len(p.requests) == 1
 
 
@@ -487,12 +487,12 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
     keys(entry("two", OTHER))
     await look()
     await eventually(lambda: authenticator.keyring.find(OTHER.encode()))
-    check_unauthorized(await ask(router, KEY))
+    check_unauthorized(await ask_as(router, KEY))
     for broken in ("keys: [", "", "keys:\n- {name: a}"):
         path.write_text(broken)
         await look()
         await eventually(lambda: authenticator.keyring.file.trouble)
-        assert (await ask(router, OTHER)).status_code == 200
+        assert (await ask_as(router, OTHER)).status_code == 200
         assert router.metric("file_trouble", file="api_keys") == 1
         keys(entry("two", OTHER))
         await look()
@@ -501,7 +501,7 @@ async def test_the_file_is_read_again_and_a_broken_one_changes_nothing(
     path.unlink()
     await look()
     await eventually(lambda: authenticator.keyring.file.trouble)
-    assert (await ask(router, OTHER)).status_code == 200
+    assert (await ask_as(router, OTHER)).status_code == 200
     assert "API keys stay as they are" in caplog.text
 
 
@@ -516,7 +516,7 @@ async def test_requests_per_minute_are_told_and_kept(
     )
     left = []
     for is_streamed in (False, True):
-        answer = await ask(router, stream=is_streamed)
+        answer = await ask_as(router, stream=is_streamed)
         assert answer.status_code == 200
         assert answer.headers["x-ratelimit-limit-requests"] == "2"
         assert answer.headers["x-ratelimit-reset-requests"].endswith("s")
@@ -524,7 +524,7 @@ async def test_requests_per_minute_are_told_and_kept(
         left.append(answer.headers["x-ratelimit-remaining-requests"])
     assert left == ["1", "0"]
     asked = len(p.requests)
-    answer = await ask(router)
+    answer = await ask_as(router)
     assert answer.status_code == 429
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
@@ -534,7 +534,7 @@ async def test_requests_per_minute_are_told_and_kept(
     assert answer.headers["x-ratelimit-remaining-requests"] == "0"
     assert len(p.requests) == asked
     assert router.metric("rate_limited_total", key="one", limit="requests") == 1
-    assert (await ask(router, OTHER)).status_code == 200
+    assert (await ask_as(router, OTHER)).status_code == 200
 
 
 def telling(prompt: int, completion: int) -> Any:
@@ -558,14 +558,14 @@ async def test_tokens_are_charged_as_the_engine_tells_them(
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
     d.scripts.append(telling(1000, 2000))
-    answer = await ask(router, max_tokens=100)
+    answer = await ask_as(router, max_tokens=100)
     assert answer.headers["x-ratelimit-limit-tokens"] == "6000"
     assert 5800 <= int(answer.headers["x-ratelimit-remaining-tokens"]) <= 5900
     await eventually(lambda: 2800 < debt(router) <= 3000)
     d.scripts.append(telling(10_000, 20_000))
-    assert (await ask(router)).status_code == 200
+    assert (await ask_as(router)).status_code == 200
     await eventually(lambda: debt(router) > 30_000)
-    answer = await ask(router)
+    answer = await ask_as(router)
     assert answer.status_code == 429
     assert answer.json()["error"]["type"] == "tokens"
     assert int(answer.headers["retry-after"]) > 200
@@ -577,9 +577,9 @@ async def test_what_comes_to_nothing_costs_no_tokens(
     router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
     for _ in range(5):
         p.scripts.append(answering(400, {"error": {"message": "no"}}))
-        assert (await ask(router, max_tokens=5000)).status_code == 400
-    assert (await ask(router, model="none such", max_tokens=5000)).status_code == 404
-    assert (await ask(router, max_tokens=5000)).status_code == 200
+        assert (await ask_as(router, max_tokens=5000)).status_code == 400
+    assert (await ask_as(router, model="none such", max_tokens=5000)).status_code == 404
+    assert (await ask_as(router, max_tokens=5000)).status_code == 200
 
 
 async def test_a_stream_that_tells_no_usage_is_charged_by_what_passed(
@@ -587,7 +587,7 @@ async def test_a_stream_that_tells_no_usage_is_charged_by_what_passed(
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
     d.scripts.append(streaming(*[event("x")] * 500, DONE))
-    answer = await ask(router, stream=True)
+    answer = await ask_as(router, stream=True)
     assert answer.text.count("data: {") == 500
     await eventually(lambda: 480 < debt(router) < 530)
 
@@ -697,7 +697,7 @@ async def test_stream_that_its_engine_breaks_off_is_charged(
 
     router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
     d.scripts.append(breaks)
-    assert "error" in (await ask(router, stream=True)).text
+    assert "error" in (await ask_as(router, stream=True)).text
     await eventually(lambda: 2900 < debt(router) < 3100)
 
 
@@ -707,7 +707,7 @@ async def test_engine_is_asked_for_usage_only_for_keys_with_a_limit_on_tokens(
     file = keys(entry("one", KEY, requests_per_minute=9), entry("two", OTHER))
     router = await start_router(api_keys_file=file)
     for key in (KEY, OTHER):
-        assert (await ask(router, key, stream=True)).status_code == 200
+        assert (await ask_as(router, key, stream=True)).status_code == 200
         assert "stream_options" not in d.last.json
 
 
@@ -725,9 +725,9 @@ async def test_concurrency_is_given_back_however_a_request_ends(
         await usual_decode(request, peer)
 
     d.scripts.append(waits)
-    first = asyncio.create_task(ask(router))
+    first = asyncio.create_task(ask_as(router))
     await entered.wait()
-    answer = await ask(router)
+    answer = await ask_as(router)
     assert answer.status_code == 429
     assert answer.json()["error"]["type"] == "concurrency"
     assert answer.headers["retry-after"] == "1"
@@ -751,10 +751,10 @@ async def test_concurrency_is_given_back_however_a_request_ends(
         peer.reset()
 
     d.scripts.append(breaks)
-    await ask(router, stream=True)
+    await ask_as(router, stream=True)
     await eventually(lambda: not authenticator.running("one"))
-    assert (await ask(router)).status_code == 200
-    assert (await ask(router, prompt=None, model=["?"])).status_code != 429
+    assert (await ask_as(router)).status_code == 200
+    assert (await ask_as(router, prompt=None, model=["?"])).status_code != 429
     await eventually(lambda: not authenticator.running("one"))
 
 
@@ -763,7 +763,7 @@ async def test_limits_are_told_beside_heartbeats_too(
 ) -> None:
     path = keys(entry("one", KEY, requests_per_minute=10, tokens_per_minute=6000))
     router = await start_router(api_keys_file=path, stream_heartbeat=5.0)
-    answer = await ask(router, stream=True)
+    answer = await ask_as(router, stream=True)
     assert answer.text.endswith("data: [DONE]\n\n")
     assert answer.headers["x-ratelimit-remaining-requests"] == "9"
 
@@ -773,7 +773,7 @@ async def test_absurd_lengths_are_charged_as_far_as_they_make_sense(
     start_router: StartRouter, keys: WriteKeys, wanted: object
 ) -> None:
     router = await start_router(api_keys_file=keys(entry("one", KEY, tokens_per_minute=6000)))
-    answer = await ask(router, max_tokens=wanted, n=wanted)
+    answer = await ask_as(router, max_tokens=wanted, n=wanted)
     assert answer.status_code == 200
     assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 0
 
@@ -786,7 +786,7 @@ async def test_an_engines_own_limits_are_not_told_beside_the_keys(
 
     router = await start_router(api_keys_file=keys(entry("one", KEY, requests_per_minute=9)))
     d.scripts.append(limited)
-    assert (await ask(router)).headers.get_list("x-ratelimit-limit-requests") == ["9"]
+    assert (await ask_as(router)).headers.get_list("x-ratelimit-limit-requests") == ["9"]
 
 
 # Settings.

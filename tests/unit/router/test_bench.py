@@ -113,10 +113,12 @@ async def test_a_load_goes_through_a_router(
 async def test_an_answer_that_is_late_is_counted_with_its_url(
     start_router: StartRouter, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    d.usual = answer_after(asyncio.Event(), talking)
+    gate = asyncio.Event()
+    d.usual = answer_after(gate, talking)
     router = await start_router()
     arguments = [router.url, "--model", "m", "--requests", "1", "--timeout", "0.2"]
     assert await asyncio.to_thread(main, arguments) == 1
+    gate.set()
     assert f"1 times: {router.url}: no answer in 0.2 s" in capsys.readouterr().out
 
 

@@ -37,7 +37,7 @@ async def counts(_: Received, peer: Peer) -> None:
     await peer.answer({"count": 3})
 
 
-async def ask(
+async def post_coded(
     router: Router, body: object, coding: str = "gzip", path: str = "/v1/completions", **more: str
 ) -> Any:
     headers = {"content-type": "application/json", "content-encoding": coding, **more}
@@ -56,7 +56,7 @@ async def test_both_engines_get_the_plain_body(
     router: Router, p: MockEngine, d: MockEngine, coding: str
 ) -> None:
     for prompt in ("hello", "other", "a" * 400_000):  # on one connection, in one read and in many
-        answer = await ask(router, {**BODY, "prompt": prompt}, coding)
+        answer = await post_coded(router, {**BODY, "prompt": prompt}, coding)
         assert answer.status_code == 200, answer.text
         for engine in (p, d):
             assert_is_plain(engine)
@@ -79,7 +79,7 @@ async def test_every_endpoint_accepts_compressed_json(
     router: Router, d: MockEngine, path: str, body: object, script: Any, at: str
 ) -> None:
     d.usual = script
-    answer = await ask(router, body, path=path)
+    answer = await post_coded(router, body, path=path)
     assert answer.status_code == 200, answer.text
     assert_is_plain(d)
     assert d.last.path == at
@@ -93,7 +93,7 @@ async def test_compressed_form_reaches_the_engine_as_the_form_that_it_is(
     files = {"file": ("speech.wav", b"\x00RIFF" * 100_000, "audio/wav")}
     built = router.client.build_request("POST", AUDIO, files=files, data={"model": "m"})
     form, kind = built.read(), built.headers["content-type"]
-    answer = await ask(router, form, path=AUDIO, **{"content-type": kind})
+    answer = await post_coded(router, form, path=AUDIO, **{"content-type": kind})
     assert answer.status_code == 200, answer.text
     assert_is_plain(d)
     assert (d.last.body, d.last.header("content-type")) == (form, kind)
@@ -139,15 +139,15 @@ async def test_bomb_is_refused_by_its_plain_size(
     start_router: StartRouter, p: MockEngine, d: MockEngine, path: str
 ) -> None:
     router = await start_router(max_body_size=MIB)
-    answer = await ask(router, b" " * (MIB + 1), path=path)
+    answer = await post_coded(router, b" " * (MIB + 1), path=path)
     assert answer.status_code == 413
     assert f"larger than {MIB} bytes without compression" in answer.json()["error"]["message"]
-    bombs = [ask(router, b"a" * 100 * MIB, path=path) for _ in range(3)]
+    bombs = [post_coded(router, b"a" * 100 * MIB, path=path) for _ in range(3)]
     assert [one.status_code for one in await asyncio.gather(*bombs)] == [413] * 3
     assert not p.requests
     assert not d.requests
     body = json.dumps(BODY).encode()
-    assert (await ask(router, body + b" " * (MIB - len(body)))).status_code == 200
+    assert (await post_coded(router, body + b" " * (MIB - len(body)))).status_code == 200
 
 
 async def test_plain_bytes_count_among_the_held_bodies(
@@ -157,10 +157,10 @@ async def test_plain_bytes_count_among_the_held_bodies(
     may_answer = asyncio.Event()
     d.usual = answer_after(may_answer, answering(200, {"data": []}))
     large = {"model": "m", "input": "a" * (MIB * 3 // 4)}
-    first = asyncio.ensure_future(ask(router, large, path="/v1/embeddings"))
+    first = asyncio.ensure_future(post_coded(router, large, path="/v1/embeddings"))
     await eventually(lambda: d.requests)
     assert router.gateway.memory.bodies.size == len(json.dumps(large))
-    second = await ask(router, large, path="/v1/embeddings")
+    second = await post_coded(router, large, path="/v1/embeddings")
     assert second.status_code == 503
     assert "too many request bodies" in second.json()["error"]["message"]
     may_answer.set()
@@ -200,7 +200,7 @@ async def test_without_a_valid_key_nothing_is_decompressed(
     keys = tmp_path / "keys.yaml"
     keys.write_text(json.dumps({"keys": [{"name": "one", "sha256": digest_of(b"k").hex()}]}))
     router = await start_router(api_keys_file=keys)
-    answer = await ask(router, b"a" * MIB, coding, path, authorization="Bearer wrong")
+    answer = await post_coded(router, b"a" * MIB, coding, path, authorization="Bearer wrong")
     assert answer.status_code == 401
 
 
@@ -252,6 +252,8 @@ async def test_endpoint_that_changes_all_engines_accepts_no_compressed_body(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(lora_updates=True)
-    answer = await ask(router, {"lora_name": "a", "lora_path": "/a"}, path="/v1/load_lora_adapter")
+    answer = await post_coded(
+        router, {"lora_name": "a", "lora_path": "/a"}, path="/v1/load_lora_adapter"
+    )
     assert answer.status_code == 415
     assert not d.requests

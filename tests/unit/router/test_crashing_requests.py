@@ -47,7 +47,7 @@ def dying(engine: MockEngine, tasks: list[asyncio.Task[None]], says: bytes = b""
 
 
 @contextlib.asynccontextmanager
-async def fleet(
+async def dying_fleet(
     start: StartRouter, p: MockEngine, d: MockEngine, mode: str, **settings: float
 ) -> AsyncIterator[tuple[Router, list[MockEngine]]]:
     """Two prefillers and two decoders, all of which die of it."""
@@ -75,7 +75,7 @@ def asked_for_it(engines: list[MockEngine]) -> int:
 async def test_two_engines_die_at_a_request_and_no_third_one(
     start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str, is_reused: bool
 ) -> None:
-    async with fleet(start_router, p, d, mode) as (router, engines):
+    async with dying_fleet(start_router, p, d, mode) as (router, engines):
         if is_reused:
             for _ in range(4):
                 assert (await router.complete()).status_code == 200
@@ -185,7 +185,7 @@ async def test_request_whose_deadline_comes_before_the_wait_ends_is_refused_at_o
     start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recovery, "OUTAGE_S", 60.0)
-    async with fleet(start_router, p, d, "pull", request_timeout=50.0) as (router, engines):
+    async with dying_fleet(start_router, p, d, "pull", request_timeout=50.0) as (router, engines):
         answer = await router.complete(prompt=POISON)
         assert answer.headers["x-should-retry"] == "false"
         assert asked_for_it(engines) == 2
@@ -201,8 +201,8 @@ async def test_client_that_disconnects_ends_the_wait(
         return 60.0
 
     monkeypatch.setattr("router.proxy.recovery.random.uniform", outage)
-    async with fleet(start_router, p, d, "pull") as (router, engines):
-        request = ask(router, prompt=POISON)
+    async with dying_fleet(start_router, p, d, "pull") as (router, engines):
+        request = asking(router, prompt=POISON)
         await waits.wait()
         request.cancel()
         await router.settled()
@@ -218,7 +218,7 @@ def num_asked(engine: MockEngine, prompt: str = "hello") -> int:
     return sum(one.json.get("prompt") == prompt and not is_release(one) for one in engine.requests)
 
 
-def ask(router: Router, **fields: str) -> asyncio.Task[httpx.Response]:
+def asking(router: Router, **fields: str) -> asyncio.Task[httpx.Response]:
     return asyncio.create_task(router.complete(**fields))
 
 
@@ -259,7 +259,7 @@ async def test_crashing_request_in_company_kills_three_engines_and_all_others_ar
     for engine in (d, d2, d3):
         engine.usual = crashes_after(engine, usual_decode, all_are_answered)
     for number in (1, 2):  # one on each prefill engine
-        others.append(ask(router))
+        others.append(asking(router))
         await eventually(lambda n=number: num_asked(p) + num_asked(p2) == n)  # type: ignore[misc]
     answer = await router.complete(prompt=POISON)
     assert answer.status_code == 502
@@ -286,7 +286,7 @@ async def test_engines_killed_at_once_cost_no_request_that_was_in_flight(
         await router.knows_its_engines()
         may_answer = asyncio.Event()
         p.usual, p3.usual = never_answers, answer_after(may_answer, usual_prefill)
-        requests = [ask(router) for _ in range(12)]
+        requests = [asking(router) for _ in range(12)]
         await eventually(lambda: [num_asked(one) for one in (p, p2, p3)] == [4, 4, 4])
         await p.stop()
         await eventually(lambda: num_asked(p2) + num_asked(p3) == 12)
@@ -308,7 +308,7 @@ async def test_loss_of_an_engine_without_the_request_speaks_for_an_outage(
     engines = {f"127.0.0.1:{one.port}": one for one in (p, p2, p3)}
     for engine in engines.values():
         engine.usual = never_answers
-    request = ask(router)
+    request = asking(router)
     await eventually(lambda: any(map(num_asked, engines.values())))
     first = next(one for one in engines.values() if num_asked(one))
     await first.stop()

@@ -61,7 +61,7 @@ async def ds() -> AsyncIterator[list[MockEngine]]:
         yield engines
 
 
-def names(router: Router) -> set[int]:
+def known_ports(router: Router) -> set[int]:
     return {engine.spec.address.port for engine in router.gateway.fleet.engines}
 
 
@@ -93,14 +93,14 @@ async def test_scaling_up_and_down_fails_no_request(
         ]
         everyone = {engine.port for engine in (*ps, *ds)}
         write(path, ps, ds)
-        await eventually(lambda: names(router) == everyone)
+        await eventually(lambda: known_ports(router) == everyone)
         await eventually(lambda: all(engine.requests for engine in (*ps, *ds)))
         leaving = router.engine(ds[0])
         await eventually(lambda: leaving.in_flight > 2)
         write(path, ps[2:], ds[2:])
         await eventually(lambda: leaving.intent is Intent.DRAINING)
         had = leaving.in_flight
-        await eventually(lambda: names(router) == {ps[2].port, ds[2].port})
+        await eventually(lambda: known_ports(router) == {ps[2].port, ds[2].port})
         asked = len(ds[0].requests), len(ds[2].requests)
         await eventually(lambda: len(ds[2].requests) > asked[1] + 2 * CLIENTS)
         has_ended.set()
@@ -125,7 +125,7 @@ async def test_removed_engines_leave_no_metrics(
         assert (await told()).count(gone) == 5
         assert router.metric("source_engines", source="file") == 3
         write(path, ps[:1], ds[:1])
-        await eventually(lambda: names(router) == {ps[0].port, ds[0].port})
+        await eventually(lambda: known_ports(router) == {ps[0].port, ds[0].port})
         assert gone not in await told()
         assert router.metric("source_engines", source="file") == 2
         engine = router.engine(ps[0])
@@ -155,7 +155,7 @@ async def test_a_file_that_breaks_later_is_reported_and_removes_no_engines(
         told_at = router.metric("source_told_timestamp_seconds", source="file")
         assert (await router.complete()).status_code == 200
         write(path, ps[:1], ds[1:2])
-        await eventually(lambda: ds[1].port in names(router))
+        await eventually(lambda: ds[1].port in known_ports(router))
         assert router.metric("source_told_timestamp_seconds", source="file") > told_at
         assert router.metric("source_trouble", source="file") == 0
 

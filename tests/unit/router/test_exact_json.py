@@ -51,7 +51,7 @@ def data_in(raw: bytes | str) -> Iterator[Any]:
             yield as_written(line[6:])
 
 
-def answering(*contents: object) -> Any:
+def answering_exactly(*contents: object) -> Any:
     """An engine that answers one content whole, or several as a stream."""
 
     async def script(request: Received, peer: Peer) -> None:
@@ -201,7 +201,7 @@ async def test_numbers_of_a_turn_reach_its_client_and_its_params_the_next_prefil
         contents: list[Any] = [{**json.loads(last.removeprefix(b"data: ")), "odd": HOLE}]
     else:
         contents = [{**whole(Received("POST", CHAT, [], b"", 1), said, params), "odd": HOLE}]
-    d.scripts = [answering(*contents)]
+    d.scripts = [answering_exactly(*contents)]
     body = {"model": "m", "messages": HI, "conversation_id": "c", "stream": streams}
     answer = await router.client.post(CHAT, json=body)
     (told,) = data_in(answer.text) if streams else [as_written(answer.text)]
@@ -294,9 +294,9 @@ async def test_numbers_in_messages(
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     said = {"model": "m", "object": "x", "usage": usage}
     d.scripts = [
-        answering({**said, "choices": [{**end, "message": {"tool_calls": [call]}}]})
+        answering_exactly({**said, "choices": [{**end, "message": {"tool_calls": [call]}}]})
         if not streams
-        else answering(
+        else answering_exactly(
             {**said, "choices": [{"index": 0, "delta": {"tool_calls": [call]}, "odd": HOLE}]},
             {**said, "choices": [{**end, "delta": {}}]},
         )
@@ -340,7 +340,7 @@ async def test_numbers_in_responses(
     said = {"model": "m", "object": "x"}
     choice = {"index": 0, "finish_reason": "stop", "logprobs": logprobs}
     name = "delta" if streams else "message"
-    d.scripts = [answering({**said, "choices": [{**choice, name: {"content": "x"}}]})]
+    d.scripts = [answering_exactly({**said, "choices": [{**choice, name: {"content": "x"}}]})]
     answer = await router.client.post(RESPONSES, content=filled(asked))
     assert answer.status_code == 200, answer.text
     for engine in (p, d):

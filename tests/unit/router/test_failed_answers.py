@@ -38,13 +38,13 @@ def sse(content: object) -> bytes:
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
 
-def said(text: str, finish: str | None = None) -> bytes:
+def event_with(text: str, finish: str | None = None) -> bytes:
     """An event that both a chat and a completion can have."""
     choice = {"index": 0, "text": text, "delta": {"content": text}, "finish_reason": finish}
     return sse({"id": "1", "object": "chunk", "choices": [choice]})
 
 
-def whole(text: str, finish: str = "stop", **more: object) -> dict[str, Any]:
+def answer_with(text: str, finish: str = "stop", **more: object) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     choice = {"index": 0, "text": text, "message": message, "finish_reason": finish, **more}
     return {"id": "1", "object": "answer", "choices": [choice]}
@@ -54,7 +54,7 @@ ROLE = sse({"choices": [{"index": 0, "delta": {"role": "assistant", "content": "
 FAILED = {"error": {"message": "CUDA died", "type": "InternalServerError", "code": 500}}
 # Beside a choice that says nothing.
 BESIDE = {**FAILED, "choices": [{"index": 0, "delta": {}, "finish_reason": None}]}
-GOOD = (ROLE, said("good"), said("", "stop"), DONE)
+GOOD = (ROLE, event_with("good"), event_with("", "stop"), DONE)
 
 NO_WHOLE: dict[str, bytes] = {
     "empty": b"",
@@ -70,10 +70,12 @@ NO_WHOLE: dict[str, bytes] = {
     "an error of vLLM before 0.10": b'{"object": "error", "message": "no", "code": 500}',
     "no choices": b'{"choices": []}',
     "choices that are none": b'{"choices": [null]}',
-    "aborted": json.dumps(whole("a", "abort")).encode(),
-    "failed": json.dumps(whole("a", "error")).encode(),
-    "rejected": json.dumps(whole("", "cache_threshold")).encode(),
-    "rejected as an abort": json.dumps(whole("", "abort", stop_reason="cache_threshold")).encode(),
+    "aborted": json.dumps(answer_with("a", "abort")).encode(),
+    "failed": json.dumps(answer_with("a", "error")).encode(),
+    "rejected": json.dumps(answer_with("", "cache_threshold")).encode(),
+    "rejected as an abort": json.dumps(
+        answer_with("", "abort", stop_reason="cache_threshold")
+    ).encode(),
 }
 NO_STREAM: dict[str, bytes] = {
     "empty": b"",
@@ -87,11 +89,11 @@ NO_STREAM: dict[str, bytes] = {
     "a role, and an error, and done": ROLE + sse(FAILED) + DONE,
     "an error with CRLF": sse(FAILED).replace(b"\n", b"\r\n"),
     "an error event": b"event: error\n" + sse({"message": "no", "type": "error"}),
-    "half an event": said("good")[:30],
+    "half an event": event_with("good")[:30],
     "no JSON": b"data: CUDA died\n\n",
-    "aborted": ROLE + said("", "abort") + DONE,
-    "failed": ROLE + said("", "error") + DONE,
-    "rejected": ROLE + said("", "cache_threshold") + DONE,
+    "aborted": ROLE + event_with("", "abort") + DONE,
+    "failed": ROLE + event_with("", "error") + DONE,
+    "rejected": ROLE + event_with("", "cache_threshold") + DONE,
     "html": b"<html>nginx</html>",
 }
 
@@ -107,10 +109,10 @@ async def good(request: Received, peer: Peer) -> None:
     if request.json.get("stream"):
         await peer.stream(*GOOD)
     else:
-        await peer.answer(whole("good"))
+        await peer.answer(answer_with("good"))
 
 
-async def ask(router: Router, path: str, stream: bool) -> httpx.Response:
+async def post_to(router: Router, path: str, stream: bool) -> httpx.Response:
     unused = {"prompt", "messages", "input", "max_tokens"}
     used = {
         "/v1/completions": {"prompt", "max_tokens"},
@@ -149,7 +151,7 @@ async def test_another_decoder_answers(
         router = await start_router(ds=[d, other])
         d.usual = script
         for _ in range(2):
-            answer = await ask(router, path, stream)
+            answer = await post_to(router, path, stream)
             assert answer.status_code == 200
             assert "good" in answer.text
             assert "error" not in answer.text.replace('"error":null', "")
@@ -165,7 +167,7 @@ async def test_where_there_is_no_other_it_is_an_error(
 ) -> None:
     router = await start_router()
     d.usual = streaming(ROLE, sse(FAILED), DONE) if stream else answering(200, NO_WHOLE["an error"])
-    answer = await ask(router, path, stream)
+    answer = await post_to(router, path, stream)
     assert answer.status_code == 502
     assert "CUDA died" in answer.json()["error"]["message"]
 
@@ -179,12 +181,12 @@ async def test_a_long_answer_that_is_broken_off_is_none(
     and only the one that failed is blamed."""
     async with running_engine(good) as other:
         router = await start_router(ds=[d, other])
-        d.usual = answering(200, json.dumps(whole("x" * 300_000, finish)).encode())
+        d.usual = answering(200, json.dumps(answer_with("x" * 300_000, finish)).encode())
         if path in PATHS[:2]:
             with pytest.raises(httpx.RemoteProtocolError):
-                await ask(router, path, False)
+                await post_to(router, path, False)
         else:
-            answer = await ask(router, path, False)
+            answer = await post_to(router, path, False)
             assert answer.status_code == 200
             assert "good" in answer.text
         await router.settled()
@@ -200,10 +202,10 @@ async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
     """The content of the first answer is discarded."""
     async with running_engine(good) as other:
         router = await start_router(ds=[d, other])
-        no_end = whole("wrong")
+        no_end = answer_with("wrong")
         no_end["choices"][0]["finish_reason"] = None
         d.usual = answering(200, json.dumps(no_end).encode())
-        answer = await ask(router, path, stream)
+        answer = await post_to(router, path, stream)
         assert answer.status_code == 200
         assert "good" in answer.text
         assert "wrong" not in answer.text
@@ -214,12 +216,12 @@ async def test_an_answer_that_cannot_be_told_does_not_spoil_the_next(
 LATER = {
     "an error": sse(FAILED) + DONE,
     "an error beside a choice": sse(BESIDE) + DONE,
-    "a finish that is none": said("", ""),
-    "aborted": said("", "abort") + DONE,
-    "failed": said("", "error") + DONE,
-    "rejected": said("", "cache_threshold") + DONE,
+    "a finish that is none": event_with("", ""),
+    "aborted": event_with("", "abort") + DONE,
+    "failed": event_with("", "error") + DONE,
+    "rejected": event_with("", "cache_threshold") + DONE,
     "nothing": b"",
-    "half an event": said("more")[:30],
+    "half an event": event_with("more")[:30],
     "a comment": b": ping\n\n",
 }
 
@@ -237,7 +239,7 @@ async def test_once_something_was_sent_the_stream_ends_with_an_error(
     is_seen = asyncio.Event()
 
     async def breaks(request: Received, peer: Peer) -> None:
-        await peer.send(STREAM_HEAD + chunk(ROLE + said("some")))
+        await peer.send(STREAM_HEAD + chunk(ROLE + event_with("some")))
         await is_seen.wait()
         await peer.send((chunk(later) if later else b"") + END)
 
@@ -279,18 +281,20 @@ async def test_an_end_that_a_dialect_cannot_tell_is_no_success(
 ) -> None:
     """Every engine would end it so: nobody is blamed, and no other one is asked."""
     router = await start_router()
-    events = (ROLE, said("some"), said("text", finish), DONE)
+    events = (ROLE, event_with("some"), event_with("text", finish), DONE)
     d.usual = (
-        streaming(*events) if stream else answering(200, json.dumps(whole("some", finish)).encode())
+        streaming(*events)
+        if stream
+        else answering(200, json.dumps(answer_with("some", finish)).encode())
     )
-    chat = await ask(router, "/v1/chat/completions", stream)
+    chat = await post_to(router, "/v1/chat/completions", stream)
     assert finish in chat.text, "as it came"
 
-    message = await ask(router, "/v1/messages", stream)
+    message = await post_to(router, "/v1/messages", stream)
     assert message.status_code == 502, "nothing was sent"
     assert message.json()["error"]["message"] == f"the answer ended for the reason '{finish}'"
 
-    response = await ask(router, "/v1/responses", stream)
+    response = await post_to(router, "/v1/responses", stream)
     content = response.text if not stream else response.text.split("data: ")[-1]
     told = json.loads(content)
     told = told["response"] if stream else told
@@ -310,7 +314,7 @@ async def test_nor_in_a_stream_of_which_some_was_sent(
     """None: [DONE] alone is an end that a chat may have, and a message may not."""
     router = await start_router(stream_heartbeat=heartbeat)
     is_seen = asyncio.Event()
-    stops = streaming_until(is_seen, ROLE + said("some"), said("more", finish) + DONE)
+    stops = streaming_until(is_seen, ROLE + event_with("some"), event_with("more", finish) + DONE)
     d.usual = stops
     body = {"model": "m", "messages": BODY["messages"], "max_tokens": 7, "stream": True}
     seen = b""
@@ -337,7 +341,7 @@ async def test_a_request_that_is_wrong_is_no_fault_of_the_engine(
         router = await start_router(ds=[d, other])
         wrong = {"message": "no such grammar", "type": "BadRequestError", "code": code}
         d.usual = other.usual = streaming(ROLE, sse({"error": wrong}), DONE)
-        answer = await ask(router, "/v1/chat/completions", True)
+        answer = await post_to(router, "/v1/chat/completions", True)
         assert answer.status_code == 400
         assert answer.json()["error"] == wrong
         assert len(d.requests) + len([r for r in other.requests if not is_release(r)]) <= 2

@@ -318,11 +318,13 @@ async def test_a_client_that_leaves_between_comments_is_noticed(
 
 
 async def test_a_shutdown_in_the_silence_is_told_as_an_event(router: Router, p: MockEngine) -> None:
-    p.scripts = [answer_after(asyncio.Event(), usual_prefill)]
+    gate = asyncio.Event()
+    p.scripts = [answer_after(gate, usual_prefill)]
     stream = Stream(await asking(router))
     await stream.until_heard(1)
     router.gateway.tasks.interrupt()
     assert error_in(await stream.rest())["code"] == 503
+    gate.set()
 
 
 async def test_none_comes_behind_the_end_of_a_stream(router: Router, p: MockEngine) -> None:

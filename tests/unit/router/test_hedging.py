@@ -73,13 +73,13 @@ async def is_silent(request: Received, peer: Peer) -> None:
     await peer.wait_left()
 
 
-async def outcomes(router: Router) -> dict[str, float]:
+async def hedges(router: Router) -> dict[str, float]:
     await router.settled()
     counts = router.gateway.metrics.scattered.counts()
     return {str(outcome): count for (outcome,), count in counts.items()}
 
 
-async def asked(router: Router, **fields: Any) -> list[str]:
+async def words_of(router: Router, **fields: Any) -> list[str]:
     answer = await router.stream(**({"cache_hit_threshold": 0.5} | fields))
     assert answer.status_code == 200, answer.text
     assert "cache_threshold" not in answer.text
@@ -95,13 +95,13 @@ async def test_the_first_that_accepts_answers_and_the_others_are_left(
     router = await start_router()
     for number, engine in enumerate(ds):
         engine.scripts = [to_the_end if number == winner else others]
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     await router.settled()
     assert not legs(p)
     asked_of = [leg for engine in ds for leg in legs(engine)]
     assert [leg.json["cache_hit_threshold"] for leg in asked_of] == [0.5] * 3
     assert len({leg.header("x-request-id") for leg in asked_of}) == 3
-    counted = await outcomes(router)
+    counted = await hedges(router)
     assert counted.pop("won") == 1
     assert sum(counted.values()) == 2, counted
     assert router.metric("decode_first_total", outcome="answered") == 1
@@ -116,11 +116,11 @@ async def test_where_all_reject_both_legs_follow_and_nothing_is_seen(
     router = await start_router()
     for engine in ds:
         engine.usual = rejects
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     assert len(legs(p)) == 1
     thresholds = [leg.json["cache_hit_threshold"] for engine in ds for leg in legs(engine)]
     assert sorted(thresholds) == [0, 0.5, 0.5, 0.5]
-    assert await outcomes(router) == {"rejected": 3}
+    assert await hedges(router) == {"rejected": 3}
     assert router.metric("decode_first_total", outcome="rejected") == 1
 
 
@@ -138,8 +138,8 @@ async def test_of_two_that_accept_in_one_turn_of_the_loop_one_answers(
     for _ in range(20):
         for engine in ds:
             engine.scripts = [at_once]
-        assert await asked(router) == WORDS
-    assert await outcomes(router) == {"won": 20, "stopped": 40}
+        assert await words_of(router) == WORDS
+    assert await hedges(router) == {"won": 20, "stopped": 40}
 
 
 @pytest.mark.parametrize("fields", [{"stream": False}, {"cache_hit_threshold": 0}, {"n": 2}])
@@ -150,7 +150,7 @@ async def test_one_decoder_is_asked_where_more_would_compute(
     answer = await router.complete(**({"stream": True, "cache_hit_threshold": 0.5} | fields))
     assert answer.status_code == 200
     assert sum(len(legs(engine)) for engine in ds) == 1
-    assert not await outcomes(router)
+    assert not await hedges(router)
 
 
 @pytest.mark.parametrize("capabilities", [CAPABILITIES, None])
@@ -161,9 +161,9 @@ async def test_an_engine_that_may_not_know_the_threshold_is_not_asked(
     router = await start_router()
     for _ in range(4):
         ds[1].scripts, ds[2].scripts = [says_nothing], [to_the_end]
-        assert await asked(router) == WORDS
+        assert await words_of(router) == WORDS
     assert not legs(ds[0])
-    assert await outcomes(router) == {"won": 4, "stopped": 4}
+    assert await hedges(router) == {"won": 4, "stopped": 4}
 
 
 async def test_no_more_are_asked_than_the_setting_says(
@@ -199,12 +199,12 @@ async def test_what_is_no_answer_does_not_win(
         [answer_after(has_failed, to_the_end)],
         [rejects],
     )
-    answer = asyncio.create_task(asked(router))
+    answer = asyncio.create_task(words_of(router))
     await eventually(lambda: ds[0].requests and not router.engine(ds[0]).in_flight)
     has_failed.set()
     assert await answer == WORDS
     assert not legs(p)
-    assert await outcomes(router) == {"won": 1, "failed": 1, "rejected": 1}
+    assert await hedges(router) == {"won": 1, "failed": 1, "rejected": 1}
 
 
 async def test_whoever_failed_is_not_asked_for_what_the_others_reject(
@@ -212,7 +212,7 @@ async def test_whoever_failed_is_not_asked_for_what_the_others_reject(
 ) -> None:
     router = await start_router()
     ds[0].usual, ds[1].usual, ds[2].usual = fails, rejects, fails
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     assert [len(legs(engine)) for engine in (p, *ds)] == [1, 1, 2, 1]
 
 
@@ -221,10 +221,10 @@ async def test_where_all_fail_it_is_one_failure_of_the_request(
 ) -> None:
     router = await start_router(hedged_decoders=2)
     ds[0].usual = ds[1].usual = fails
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     assert len(legs(p)) == 1
     assert len(legs(ds[2])) == 1
-    assert await outcomes(router) == {"failed": 2}
+    assert await hedges(router) == {"failed": 2}
     assert router.metric("retries_total", role="decode", kind="status_5xx") == 1
 
 
@@ -237,8 +237,8 @@ async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
         for engine in ds:
             engine.usual = fails
         router = await start_router(ds=[*ds, fourth, fifth], hedged_decoders=4)
-        assert await asked(router) == WORDS
-        assert await outcomes(router) == {"failed": 4}
+        assert await words_of(router) == WORDS
+        assert await hedges(router) == {"failed": 4}
         assert len(legs(fifth)) == 1
 
 
@@ -253,7 +253,7 @@ async def test_a_refusal_by_all_is_the_clients_answer(
     assert answer.status_code == 400
     assert "too long" in answer.text
     ds[0].usual = to_the_end
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     assert not legs(p)
 
 
@@ -264,9 +264,9 @@ async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
     router = await start_router()
     ds[0].usual = ds[1].usual = rejects
     ds[2].scripts = [is_silent]
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     assert len(legs(p)) == 1
-    assert await outcomes(router) == {"rejected": 2, "stopped": 1}
+    assert await hedges(router) == {"rejected": 2, "stopped": 1}
 
 
 async def test_a_client_that_leaves_leaves_nobody_behind(
@@ -279,7 +279,7 @@ async def test_a_client_that_leaves_leaves_nobody_behind(
     answer = asyncio.create_task(router.client.post("/v1/completions", json=body))
     await eventually(lambda: all(engine.requests for engine in ds))
     answer.cancel()
-    assert await outcomes(router) == {"stopped": 3}
+    assert await hedges(router) == {"stopped": 3}
     assert router.metric("client_disconnects_total", stage="decode") == 1
     assert router.metric("retries_total", role="decode", kind="disconnected") == 0
 
@@ -289,7 +289,7 @@ async def test_the_winners_stream_goes_on_elsewhere_when_it_dies(
 ) -> None:
     router = await start_router()
     ds[0].scripts, ds[1].scripts, ds[2].scripts = [rejects], [dies_after(2)], [says_nothing]
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     (prefill,) = legs(p)
     assert prefill.json["kv_transfer_params"]["begun"]["spoken"] == 2
     assert router.metric("resumes_total", kind="broken_answer", outcome="resumed") == 1
@@ -306,11 +306,11 @@ async def test_engines_that_are_full_are_not_asked_besides(
     first = asyncio.create_task(router.stream())  # at the first decoder alone
     await eventually(lambda: ds[0].requests and not router.engine(p).admitted)
     ds[1].scripts, ds[2].scripts = [says_nothing], [to_the_end]
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     assert len(legs(ds[0])) == 1
     is_over.set()
     assert (await first).status_code == 200
-    assert await outcomes(router) == {"won": 1, "stopped": 1}
+    assert await hedges(router) == {"won": 1, "stopped": 1}
     await router.settled()
     assert [router.engine(engine).admitted for engine in ds] == [0, 0, 0]
 
@@ -350,9 +350,9 @@ async def test_nobody_is_asked_besides_while_the_retry_budget_is_spent(
     router = await start_router()
     while router.gateway.budget.take(now()):
         pass
-    assert await asked(router) == WORDS
+    assert await words_of(router) == WORDS
     assert sum(len(legs(engine)) for engine in ds) == 1
-    assert not await outcomes(router)
+    assert not await hedges(router)
 
 
 @pytest.mark.parametrize("alone", [False, True])
@@ -410,7 +410,7 @@ async def test_a_turn_is_asked_where_the_last_one_is_and_nowhere_else(
     await router.client.post("/v1/chat/completions", json=body)
     first, second = (leg for engine in ds for leg in legs(engine))
     assert first.header("host") == second.header("host")
-    assert not await outcomes(router)
+    assert not await hedges(router)
 
 
 async def test_a_chat_is_told_its_role_once(

@@ -106,7 +106,7 @@ def serve(router: Router, path: str, answer: object) -> None:
     router.app.add_api_route(path, answer, methods=["GET", "POST"], include_in_schema=False)  # type: ignore[arg-type]
 
 
-async def ask(router: Router, path: str) -> tuple[bytes, bytes]:
+async def get(router: Router, path: str) -> tuple[bytes, bytes]:
     async with router.socket() as client:
         await client.send(b"GET %s HTTP/1.1\r\nhost: a\r\n\r\n" % path.encode())
         return await client.answer()
@@ -117,7 +117,7 @@ async def test_a_fault_of_the_application_is_a_500(router: Router) -> None:
         raise ZeroDivisionError
 
     serve(router, "/fails", fails)
-    head, body = await ask(router, "/fails")
+    head, body = await get(router, "/fails")
     assert status_of(head) == 500
     assert b"InternalServerError" in body
     assert (await router.complete()).status_code == 200

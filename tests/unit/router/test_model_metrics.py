@@ -26,7 +26,7 @@ from tests.unit.router.mock_engine import event
 USAGE = b'{"prompt_tokens":40,"completion_tokens":5,"cached_tokens":8}'
 
 
-def ended(model: str = "m", group: str = "g", **more: Any) -> Record:
+def record_of(model: str = "m", group: str = "g", **more: Any) -> Record:
     record = Record("/v1/completions", 10.0, "id", outcome="ok", status=200, usage=USAGE)
     record.model, record.group = model, group
     record.first_byte, record.ended = 10.5, 12.5
@@ -48,12 +48,12 @@ def recent(metrics: Metrics) -> dict[str, float]:
 def test_recent_percentiles_are_times_that_were_measured() -> None:
     metrics = Metrics()
     assert recent(metrics) == {}
-    metrics.requests.add_records([ended(first_byte=11.34)])
+    metrics.requests.add_records([record_of(first_byte=11.34)])
     assert recent(metrics) == {"p50": 1.34, "p90": 1.34, "p99": 1.34}
-    metrics.requests.add_records([ended(first_byte=10 + n / 100) for n in range(1, 100)])
+    metrics.requests.add_records([record_of(first_byte=10 + n / 100) for n in range(1, 100)])
     assert recent(metrics) == {"p50": 0.5, "p90": 0.9, "p99": 0.99}
     for _ in range(MAX_RECENT_TIMES):
-        metrics.requests.add_records([ended(first_byte=10.25)])
+        metrics.requests.add_records([record_of(first_byte=10.25)])
     assert recent(metrics) == {"p50": 0.25, "p90": 0.25, "p99": 0.25}
     assert metrics.registry.get_sample_value("disagg_router_recent_answers") == MAX_RECENT_TIMES
 
@@ -71,7 +71,7 @@ def knowing(*models: str) -> Metrics:
 
 def test_tokens_and_times_of_a_request_are_counted_for_its_model_and_group() -> None:
     metrics = knowing("m")
-    metrics.requests.add_records([ended(streamed=True, queued=10.0, admitted=10.25)])
+    metrics.requests.add_records([record_of(streamed=True, queued=10.0, admitted=10.25)])
     at = {"model": "m", "group": "g"}
     assert value(metrics, "requests_total", **at, outcome="ok") == 1
     assert value(metrics, "prompt_tokens_total", **at) == 40
@@ -86,8 +86,8 @@ def test_tokens_and_times_of_a_request_are_counted_for_its_model_and_group() -> 
 def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
     metrics, at = knowing("m"), {"model": "m", "group": "g"}
     one = USAGE.replace(b'_tokens":5', b'_tokens":1')
-    metrics.requests.add_records([ended(), ended(streamed=True, usage=one)])
-    metrics.requests.add_records([ended(streamed=True, outcome="disconnected")])
+    metrics.requests.add_records([record_of(), record_of(streamed=True, usage=one)])
+    metrics.requests.add_records([record_of(streamed=True, outcome="disconnected")])
     assert value(metrics, "inter_token_seconds_count", **at) == 0
     assert value(metrics, "request_seconds_count", **at) == 2
     assert value(metrics, "time_to_first_byte_seconds_count", **at) == 3
@@ -96,22 +96,24 @@ def test_only_whole_streams_of_two_tokens_have_time_between_tokens() -> None:
 @pytest.mark.parametrize("model", ["never heard of", "", "other"])
 def test_a_model_that_nobody_serves_is_other(model: str) -> None:
     metrics = knowing("m")
-    metrics.requests.add_records([ended(model)])
+    metrics.requests.add_records([record_of(model)])
     assert value(metrics, "requests_total", model="other", group="g", outcome="ok") == 1
 
 
 def test_a_model_that_was_served_keeps_its_name_when_its_engines_are_gone() -> None:
     metrics = knowing("m")
-    metrics.requests.add_records([ended()])
+    metrics.requests.add_records([record_of()])
     metrics.requests.known_models = tuple
-    metrics.requests.add_records([ended()])
+    metrics.requests.add_records([record_of()])
     assert value(metrics, "requests_total", model="m", group="g", outcome="ok") == 2
 
 
 def test_series_are_bounded_whatever_clients_and_fleets_say() -> None:
     metrics = knowing(*(f"served {number}" for number in range(3 * MAX_LABEL_PAIRS)))
     for number in range(3 * MAX_LABEL_PAIRS):
-        metrics.requests.add_records([ended(f"served {number}"), ended(f"made up {number}")])
+        metrics.requests.add_records(
+            [record_of(f"served {number}"), record_of(f"made up {number}")]
+        )
     text = metrics.exposition().decode()
     assert text.count("disagg_router_model_requests_total{") <= MAX_LABEL_PAIRS + 1
     assert value(metrics, "requests_total", model="other", group="other", outcome="ok") > 0
@@ -120,7 +122,7 @@ def test_series_are_bounded_whatever_clients_and_fleets_say() -> None:
 def test_what_waits_to_be_sorted_is_bounded() -> None:
     metrics = knowing("m")
     for _ in range(5):
-        metrics.requests.add_records([ended()] * MAX_BATCH_RECORDS)
+        metrics.requests.add_records([record_of()] * MAX_BATCH_RECORDS)
         waiting = metrics.requests._model_whole.series["m", "g"].unsorted
         assert len(waiting) < MAX_UNSORTED + MAX_BATCH_RECORDS
     assert value(metrics, "request_seconds_count", model="m", group="g") == 5 * MAX_BATCH_RECORDS
@@ -133,7 +135,7 @@ async def test_a_reader_of_the_books_that_fails_keeps_them_from_no_other() -> No
         raise ValueError("a fault of ours")
 
     batches = RecordBatches([broken, seen.extend])
-    batches.add(ended())
+    batches.add(record_of())
     batches.flush()
     assert len(seen) == 1
 
@@ -142,10 +144,10 @@ async def test_a_thread_gets_all_records_that_there_are() -> None:
     seen: list[Record] = []
     batches = RecordBatches([seen.extend], max_delay_s=60)
     await asyncio.to_thread(batches.flush_from_thread)
-    batches.add(ended())
+    batches.add(record_of())
     await asyncio.to_thread(batches.flush_from_thread)
     assert len(seen) == 1
-    batches.add(ended())
+    batches.add(record_of())
     batches.flush_from_thread()  # the loop is busy
     assert len(seen) == 1
     batches.flush()

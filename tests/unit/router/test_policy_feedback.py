@@ -35,7 +35,7 @@ def policy(router: Router, role: EngineRole) -> PrefixAffinity:
     return known
 
 
-def fleet(router: Router, role: EngineRole) -> list[Engine]:
+def engines_of(router: Router, role: EngineRole) -> list[Engine]:
     return [engine for engine in router.gateway.fleet.engines if engine.role is role]
 
 
@@ -63,7 +63,7 @@ async def test_rate_of_an_engine_is_learned_from_its_answers_and_forgotten_with_
     answer = answering(200, {"kv_transfer_params": PARAMS, "usage": usage})
     others[0].usual = answer
     router = await start_router(ps=others[:1])
-    (engine,) = fleet(router, EngineRole.PREFILL)
+    (engine,) = engines_of(router, EngineRole.PREFILL)
     begun = time.monotonic()
     for _ in range(MIN_SAMPLES):
         await router.complete(prompt=LONG)
@@ -98,7 +98,9 @@ async def test_a_prefiller_is_loaded_with_what_it_must_compute(
     seen: list[int] = []
 
     async def look(request: Received, peer: Peer) -> None:
-        seen.append(sum(engine.tokens_in_flight for engine in fleet(router, EngineRole.PREFILL)))
+        seen.append(
+            sum(engine.tokens_in_flight for engine in engines_of(router, EngineRole.PREFILL))
+        )
         await peer.answer({"kv_transfer_params": PARAMS})
 
     for engine in others:
@@ -178,7 +180,7 @@ async def test_a_short_turn_is_kept_and_gives_back_what_the_last_one_left(
     d.identity = {"capabilities": ["release"]}
     router = await start_router(min_remote_prefill_tokens=1000, decode_first_turns=0)
     await eventually(
-        lambda: all(e.capabilities.supports_release for e in fleet(router, EngineRole.DECODE))
+        lambda: all(e.capabilities.supports_release for e in engines_of(router, EngineRole.DECODE))
     )
     await chat(router, ASKED)
     await chat(router, AGAIN)

@@ -11,7 +11,7 @@ from tests.unit.router.processes import RouterProcess, serving_router
 BODY = {"model": "m", "prompt": "hello"}
 
 
-def told(router: RouterProcess, what: str) -> str:
+def url_of(router: RouterProcess, what: str) -> str:
     """Where the log says that it is."""
     found = next(
         m for line in router.lines if (m := re.search(rf"{what} on (http://[^/\s]+)", line))
@@ -25,9 +25,8 @@ async def test_metrics_and_the_page_have_ports_of_their_own(
 ) -> None:
     given = ["--metrics-port=0", "--liveness-port=0", "--ui", "--ui-port=0", *options]
     async with serving_router(p, d, *given) as router, httpx.AsyncClient() as client:
-        clients, metrics, liveness, page = (
-            router.url, told(router, "metrics"), told(router, "liveness"), told(router, "dashboard")
-        )  # fmt: skip
+        others = ("metrics", "liveness", "dashboard")
+        clients, (metrics, liveness, page) = router.url, (url_of(router, what) for what in others)
         assert len({clients, metrics, liveness, page}) == 4
 
         async def status(where: str, path: str) -> int:

@@ -29,8 +29,8 @@ from tests.unit.router.test_resume import (
     error_in,
     from_the_beginning_to,
     legs,
-    said,
     texts_of,
+    word_event,
 )
 
 OURS = {"capabilities": [*CAPABILITIES, "hand_back"], "renders": RENDERS}
@@ -44,7 +44,7 @@ def params_of(request: Received) -> dict[str, Any]:
 
 
 def event_of(request: Received, choice: dict[str, Any]) -> bytes:
-    content = json.loads(said(request, 0).decode().partition("data: ")[2])
+    content = json.loads(word_event(request, 0).decode().partition("data: ")[2])
     content["choices"][0] |= choice
     return b"data: " + json.dumps(content).encode() + b"\n\n"
 
@@ -57,13 +57,13 @@ def tokens_in(request: Received) -> list[int]:
     return ids
 
 
-def whole(count: int, more: dict[str, Any], begun: object = None) -> dict[str, Any]:
+def answer_so_far(count: int, more: dict[str, Any], begun: object = None) -> dict[str, Any]:
     choice = {"index": 0, "text": "".join(WORDS[:count]), "stop_reason": None, **more}
     params = {} if begun is None else {"kv_transfer_params": {"begun": begun}}
     return {"id": "a", "object": "text_completion", "created": 1, "choices": [choice], **params}
 
 
-def told(count: int) -> dict[str, Any]:
+def resumed_from(count: int) -> dict[str, Any]:
     logprobs = tuple(((number, -0.5),) for number in range(count))
     return ResumePayload(tuple(PROMPT), tuple(range(count)), 0, logprobs).to_wire()
 
@@ -73,7 +73,7 @@ async def all_of_it(request: Received, peer: Peer) -> None:
     if not request.json.get("stream"):
         assert "spoken" not in params_of(request).get("begun", {})
         tokens_in(request)
-        return await peer.answer(whole(len(WORDS), {"finish_reason": LAST}))
+        return await peer.answer(answer_so_far(len(WORDS), {"finish_reason": LAST}))
     await from_the_beginning_to(len(WORDS), request, peer)
     await peer.send(chunk(DONE) + b"0\r\n\r\n")
 
@@ -85,8 +85,8 @@ def hands_back(number: int, begun: object = ...) -> Script:
         if not params_of(request).get("hand_back"):
             return await all_of_it(request, peer)
         if not request.json.get("stream"):
-            told_of = told(number) if begun is ... else begun
-            return await peer.answer(whole(number, BACK, told_of))
+            told_of = resumed_from(number) if begun is ... else begun
+            return await peer.answer(answer_so_far(number, BACK, told_of))
         if number:
             await from_the_beginning_to(number, request, peer)
         else:
@@ -150,7 +150,7 @@ async def test_another_decoder_goes_on(
             "spoken": number,
         }
     else:
-        assert begun == told(number)
+        assert begun == resumed_from(number)
     assert [len(legs(d)), len(legs(d2))] == [1, 1]
     (second,) = (one for one in legs(d, d2) if params_of(one).get("begun") == begun)
     assert second.json["cache_hit_threshold"] == 0
@@ -229,11 +229,11 @@ async def test_one_that_has_said_nothing_is_prefilled_anew(
         None,
         [],
         {},
-        told(2) | {"spoken": 2},
-        told(2) | {"output_token_ids": '"}'},
-        told(2) | {"output_token_ids": 5},
-        told(2) | {"output_token_ids": "AAA"},
-        told(0),
+        resumed_from(2) | {"spoken": 2},
+        resumed_from(2) | {"output_token_ids": '"}'},
+        resumed_from(2) | {"output_token_ids": 5},
+        resumed_from(2) | {"output_token_ids": "AAA"},
+        resumed_from(0),
     ],
 )
 async def test_what_makes_no_sense_is_not_gone_on_with(
@@ -314,7 +314,7 @@ async def test_nothing_is_asked_of_one_that_does_not_offer_it(
 def always_hands_back(request: Received, peer: Peer) -> Awaitable[None]:
     """Whatever it is asked."""
     if not request.json.get("stream"):
-        return peer.answer(whole(2, BACK, told(2)))
+        return peer.answer(answer_so_far(2, BACK, resumed_from(2)))
     return peer.stream(event_of(request, {"text": "", **BACK}), DONE)
 
 
@@ -381,7 +381,7 @@ async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
     async def refuses(request: Received, peer: Peer) -> None:
         if stream:
             return await peer.stream(event_of(request, {"text": "", **REFUSED}), DONE)
-        await peer.answer(whole(0, REFUSED))
+        await peer.answer(answer_so_far(0, REFUSED))
 
     router = await start_router()
     d.usual = d2.usual = refuses
@@ -395,7 +395,7 @@ async def test_a_refusal_to_begin_that_nobody_asked_for_is_no_answer(
 async def test_a_clients_own_stop_string_is_none(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    stops = answering(200, whole(2, {"finish_reason": "stop", "stop_reason": "preempted"}))
+    stops = answering(200, answer_so_far(2, {"finish_reason": "stop", "stop_reason": "preempted"}))
     router = await start_router()
     d.usual = d2.usual = stops
     answer = await router.complete(stop="preempted")
@@ -403,11 +403,11 @@ async def test_a_clients_own_stop_string_is_none(
     assert len(legs(d, d2)) == 1
 
 
-@pytest.mark.parametrize("begun", [None, told(2)])
+@pytest.mark.parametrize("begun", [None, resumed_from(2)])
 async def test_one_that_has_called_a_tool_is_known_by_what_it_tells(
     start_router: StartRouter, d: MockEngine, d2: MockEngine, begun: object
 ) -> None:
-    calls = answering(200, whole(2, BACK | {"finish_reason": "tool_calls"}, begun))
+    calls = answering(200, answer_so_far(2, BACK | {"finish_reason": "tool_calls"}, begun))
     router = await start_router()
     d.scripts = d2.scripts = [calls]
     answer = await router.complete(stop="preempted")
@@ -507,7 +507,7 @@ async def test_a_large_answer_is_found_out_too(
     async def at_length(request: Received, peer: Peer) -> None:
         if stream:
             return await hands_back(2)(request, peer)
-        answer = whole(2, BACK | {"logprobs": ["x" * 1000] * 1000}, told(2))
+        answer = answer_so_far(2, BACK | {"logprobs": ["x" * 1000] * 1000}, resumed_from(2))
         await peer.answer(answer)
 
     router = await start_router()
@@ -528,12 +528,12 @@ async def test_many_at_once_are_each_their_own(
 def test_a_resume_buffer_that_takes_what_was_handed_back_counts_it_once() -> None:
     room = MemoryBudget(400)
     buffer = ResumeBuffer(room, {}, 2)
-    wire = json.dumps({"begun": told(3)}).encode()
+    wire = json.dumps({"begun": resumed_from(3)}).encode()
     for _ in range(2):
         begun = read_generated_tokens(wire)
         assert begun is not None
         assert buffer.take_returned(begun)
-    assert json.loads(buffer.begun()) == told(3)
+    assert json.loads(buffer.begun()) == resumed_from(3)
     assert buffer.num_tokens == 3
     buffer.close()
     assert room.size == 0

@@ -33,7 +33,7 @@ WORDS = ["one ", "two ", "three ", "four ", "five"]
 LAST = "stop"
 
 
-def said(request: Received, number: int, finish: str | None = None) -> bytes:
+def word_event(request: Received, number: int, finish: str | None = None) -> bytes:
     """The event that says the word of that number, which is its token, too."""
     content = {
         "id": f"cmpl-{request.header('x-request-id')}",
@@ -67,7 +67,7 @@ async def from_the_beginning_to(last: int, request: Received, peer: Peer) -> Non
     await peer.send(STREAM_HEAD)
     for number in range(first, last):
         finish = LAST if number == len(WORDS) - 1 else None
-        await peer.send(chunk(said(request, number, finish)))
+        await peer.send(chunk(word_event(request, number, finish)))
 
 
 async def to_the_end(request: Received, peer: Peer) -> None:
@@ -81,13 +81,13 @@ def dies_after(number: int, how: str = "reset") -> Script:
     async def script(request: Received, peer: Peer) -> None:
         await from_the_beginning_to(number, request, peer)
         if how == "half":  # an event's first bytes, which no client may see
-            await peer.send(chunk(said(request, number)[:-9]))
+            await peer.send(chunk(word_event(request, number)[:-9]))
         if how == "error":
             await peer.send(chunk(b'data: {"error": {"message": "no KV"}}\n\n' + DONE))
         if how == "abort":
-            await peer.send(chunk(said(request, number, "abort") + DONE))
+            await peer.send(chunk(word_event(request, number, "abort") + DONE))
         if how == "finish":  # its end was on its way
-            await peer.send(chunk(said(request, number, LAST)))
+            await peer.send(chunk(word_event(request, number, LAST)))
         if how == "large":
             await peer.send(chunk(b"data: " + b"x" * MAX_EVENT_BYTES))
         if how in ("error", "abort", "ends"):

@@ -19,9 +19,9 @@ from tests.unit.router.test_resume import (
     event,
     from_the_beginning_to,
     legs,
-    said,
     texts_of,
     to_the_end,
+    word_event,
 )
 
 d2, start_router = test_resume.d2, test_resume.start_router
@@ -30,7 +30,7 @@ d2, start_router = test_resume.d2, test_resume.start_router
 def ends_cleanly(number: int, how: str) -> Script:
     async def script(request: Received, peer: Peer) -> None:
         await from_the_beginning_to(number, request, peer)
-        tail = DONE if how == "done" else said(request, number)[:-9]
+        tail = DONE if how == "done" else word_event(request, number)[:-9]
         await peer.send(chunk(tail) + b"0\r\n\r\n")
 
     return script
@@ -120,13 +120,13 @@ async def test_a_long_prompt_is_told(
     ids = encode_token_ids(list(range(90_000)))
 
     async def long_one(request: Received, peer: Peer) -> None:
-        head, tail = said(request, 0).split(b"\n", 1)
+        head, tail = word_event(request, 0).split(b"\n", 1)
         assert head.startswith(b": prompt_token_ids")
         await peer.send(STREAM_HEAD + chunk(b": prompt_token_ids %s\n" % ids.encode() + tail))
-        await peer.send(chunk(said(request, 1)))
+        await peer.send(chunk(word_event(request, 1)))
         for number in range(2, len(WORDS)):
             finish = "stop" if number == len(WORDS) - 1 else None
-            await peer.send(chunk(said(request, number, finish)))
+            await peer.send(chunk(word_event(request, number, finish)))
         await peer.send(chunk(DONE) + b"0\r\n\r\n")
 
     d.scripts = d2.scripts = [long_one]

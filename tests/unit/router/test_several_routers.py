@@ -13,17 +13,10 @@ from scripts.mock_engine import MockEngine
 from tests.redis_server import KEY, RedisServer
 from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import running_engines
 
 pytestmark = pytest.mark.slow  # a Redis server
 
 PROMPT = "A long system prompt that many users share. " * 200
-
-
-@pytest.fixture
-async def ps() -> AsyncIterator[list[MockEngine]]:
-    async with running_engines(usual_prefill, 4) as engines:
-        yield engines
 
 
 @contextlib.asynccontextmanager

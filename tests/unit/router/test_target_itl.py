@@ -20,14 +20,14 @@ RANK = {"num_blocks": 10_000, "block_size": 16, "max_step_tokens": 256, "step_mo
 PROMPT = "a few words " * 50  # 150 tokens
 
 
-def identity(*capabilities: str, **changes: Any) -> dict[str, Any]:
+def identity_with(*capabilities: str, **changes: Any) -> dict[str, Any]:
     return {"capabilities": [*capabilities], "ranks": [RANK | changes]}
 
 
 @pytest.fixture
 async def start_judged(start_router: StartRouter, d: MockEngine) -> StartRouter:
     """Start a router that knows the time of its decode engines' steps."""
-    d.identity = d.identity or identity()
+    d.identity = d.identity or identity_with()
 
     async def start(**changes: Any) -> Router:
         router = await start_router(**({"target_itl": 0.05} | changes))
@@ -89,7 +89,7 @@ async def test_the_prefill_engine_computes_what_breaks_the_target(
 async def test_an_engine_that_does_not_report_itself_gets_its_prompts_computed(
     start_router: StartRouter, p: MockEngine, d: MockEngine, unknown: str
 ) -> None:
-    d.identity = identity(**{unknown: None})
+    d.identity = identity_with(**{unknown: None})
     router = await start_router(target_itl=0.05)
     await router.knows_its_engines()
     await router.complete(prompt=PROMPT)
@@ -99,7 +99,7 @@ async def test_an_engine_that_does_not_report_itself_gets_its_prompts_computed(
 async def test_an_engine_measures_its_steps_with_one_prompt_at_a_time(
     start_router: StartRouter, p: MockEngine, d: MockEngine, held: asyncio.Event
 ) -> None:
-    d.identity = identity(step_model=None)
+    d.identity = identity_with(step_model=None)
     router = await start_router(target_itl=0.05)
     await router.knows_its_engines()
     await router.complete(prompt="too short to show the time of a token")
@@ -137,7 +137,7 @@ async def test_requests_of_one_instant_count_each_other(
     start_judged: StartRouter, p: MockEngine, d: MockEngine, held: asyncio.Event
 ) -> None:
     """Together the prompts of five or more fill a step for too long, since they wait for it."""
-    d.identity = identity(max_step_tokens=8192)
+    d.identity = identity_with(max_step_tokens=8192)
     router = await start_judged()
     asking = [asyncio.create_task(router.stream(prompt=PROMPT)) for _ in range(12)]
     await eventually(lambda: len(d.requests) + len(p.requests) >= 12 and len(d.requests) == 12)
@@ -179,7 +179,7 @@ async def test_a_queue_at_the_prefill_engine_sends_a_long_prompt_to_the_decode_e
 async def test_the_decode_engine_with_the_least_work_gets_the_prompt(
     start_judged: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    d2.identity = identity()
+    d2.identity = identity_with()
     router = await start_judged(ds=[d, d2])
     for busy, idle in ((d, d2), (d2, d)):
         before = len(idle.requests)
@@ -194,7 +194,7 @@ async def test_the_decode_engine_with_the_least_work_gets_the_prompt(
 async def test_a_failed_decode_engine_is_replaced_by_another_that_computes_the_prompt(
     start_judged: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    d.usual, d2.identity = fails, identity()
+    d.usual, d2.identity = fails, identity_with()
     router = await start_judged(ds=[d, d2])
     router.engine(d2).add_local_prefill(0.1, 1)
     assert (await router.complete(prompt=PROMPT)).status_code == 200
@@ -217,7 +217,7 @@ async def test_a_prompt_that_is_computed_locally_is_not_pushed(
     start_judged: StartRouter, p: MockEngine, d: MockEngine, mode: str
 ) -> None:
     p.identity = {"transfer_modes": ["push"]}
-    d.identity = identity() | {"transfer_modes": ["push"]}
+    d.identity = identity_with() | {"transfer_modes": ["push"]}
     router = await start_judged(transfer_mode=mode)
     await router.complete(prompt=PROMPT)
     assert (len(p.requests), sooner(router)) == (0, 1)
@@ -227,7 +227,7 @@ async def test_a_request_stays_at_the_engine_where_it_has_a_slot(
     start_judged: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, held: asyncio.Event
 ) -> None:
     """Another engine with less work may have no room."""
-    d2.identity = identity()
+    d2.identity = identity_with()
     router = await start_judged(ds=[d, d2], max_engine_requests=1)
     router.engine(d2).add_local_prefill(0.4, 0)
     async with asyncio.TaskGroup() as group:
@@ -270,7 +270,7 @@ async def test_the_prefill_engine_computes_chats_that_are_long_by_more_than_thei
 async def test_an_engine_that_has_just_failed_gets_no_prompt_although_it_looks_idle(
     start_judged: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    d.usual, d2.identity = fails, identity()
+    d.usual, d2.identity = fails, identity_with()
     router = await start_judged(ds=[d, d2])
     router.engine(d2).add_load(1, 200)
     for _ in range(4):
@@ -282,7 +282,7 @@ async def test_an_engine_that_has_just_failed_gets_no_prompt_although_it_looks_i
 async def test_a_session_stays_at_its_decode_engine(
     start_judged: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
-    d2.identity = identity()
+    d2.identity = identity_with()
     router = await start_judged(ds=[d, d2], decode_policy="session")
     body = {"model": "m", "prompt": PROMPT, "max_tokens": 3}
     for number in range(4):
@@ -316,7 +316,7 @@ async def test_the_rank_that_a_client_names_is_judged(
 
 
 async def test_short_prompts_are_no_trials(start_router: StartRouter, d: MockEngine) -> None:
-    d.identity = identity(step_model=None)
+    d.identity = identity_with(step_model=None)
     router = await start_router(target_itl=0.05, min_remote_prefill_tokens=64)
     await router.knows_its_engines()
     for _ in range(3):

@@ -17,7 +17,6 @@ from router.coordination.peers import MAX_REPORT_BYTES, PeerReport
 from scripts.mock_engine import MockEngine
 from tests.unit.router.engine_scripts import answer_after, usual_prefill
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import running_engines
 from tests.unit.router.processes import RouterProcess, started_router
 
 pytestmark = pytest.mark.slow  # processes
@@ -61,12 +60,6 @@ class Listener:
 
 
 @pytest.fixture
-async def ps() -> AsyncIterator[list[MockEngine]]:
-    async with running_engines(usual_prefill, 4) as engines:
-        yield engines
-
-
-@pytest.fixture
 def directory() -> Iterator[Path]:
     """A folder for temporary files with a short name: workers move out of one with a long name."""
     with tempfile.TemporaryDirectory() as made:
@@ -74,7 +67,7 @@ def directory() -> Iterator[Path]:
 
 
 @contextlib.asynccontextmanager
-async def router(
+async def worker_router(
     ps: list[MockEngine], d: MockEngine, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[RouterProcess, Listener]]:
     monkeypatch.setenv("TMPDIR", str(directory))
@@ -103,7 +96,7 @@ def socket_path(directory: Path) -> Path:
     return shared / f"{SOCKET_PREFIX}test"
 
 
-async def ask(router: RouterProcess, prompt: str) -> None:
+async def ask_any(router: RouterProcess, prompt: str) -> None:
     """Send a request on a connection of its own, which any worker may get."""
     async with httpx.AsyncClient(base_url=router.url, timeout=TIMEOUT_S) as client:
         answer = await client.post("/v1/completions", json={"model": "m", "prompt": prompt})
@@ -113,15 +106,15 @@ async def ask(router: RouterProcess, prompt: str) -> None:
 async def test_prompt_goes_to_the_engine_that_any_worker_has_chosen(
     ps: list[MockEngine], d: MockEngine, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with router(ps, d, directory, monkeypatch) as (process, listener):
+    async with worker_router(ps, d, directory, monkeypatch) as (process, listener):
         for number in range(4):
             before = [len(p.requests) for p in ps]
             since = len(listener.reports)
-            await ask(process, f"{number} {LONG}")
+            await ask_any(process, f"{number} {LONG}")
             await listener.until_prompt_is_known(since)
             await listener.until_idle()
             for question in range(8):
-                await ask(process, f"{number} {LONG} {question}")
+                await ask_any(process, f"{number} {LONG} {question}")
             grown = [len(p.requests) - was for p, was in zip(ps, before, strict=True)]
             assert sorted(grown) == [0, 0, 0, 9]
     assert len({request.connection for request in d.requests}) >= WORKERS, "all workers took part"
@@ -133,13 +126,13 @@ async def test_engine_that_another_worker_has_loaded_is_avoided(
     release = asyncio.Event()
     for engine in ps:
         engine.usual = answer_after(release, usual_prefill)
-    async with router(ps, d, directory, monkeypatch) as (process, listener):
+    async with worker_router(ps, d, directory, monkeypatch) as (process, listener):
         for turn in range(3):
             release.clear()
             running = []
             for number in range(len(ps)):
                 since = len(listener.reports)
-                running.append(asyncio.create_task(ask(process, f"{turn} {number} {LONG}")))
+                running.append(asyncio.create_task(ask_any(process, f"{turn} {number} {LONG}")))
                 await listener.until_prompt_is_known(since)
             busy = [engine for engine in ps if engine.requests]
             assert len(busy) == len(ps)

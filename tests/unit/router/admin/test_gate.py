@@ -22,7 +22,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
     await PlainTextResponse(body)(scope, receive, send)
 
 
-def client(token: str | None = TOKEN) -> httpx.AsyncClient:
+def gated_client(token: str | None = TOKEN) -> httpx.AsyncClient:
     gate = AdminGate(echo, lambda: token)
     return httpx.AsyncClient(transport=httpx.ASGITransport(gate), base_url="http://localhost")
 
@@ -36,7 +36,7 @@ def client(token: str | None = TOKEN) -> httpx.AsyncClient:
     ],
 )
 async def test_who_shows_the_token_comes_in(headers: dict[str, str]) -> None:
-    async with client() as asking:
+    async with gated_client() as asking:
         answer = await asking.post("/", content="x", headers=headers)
     assert (answer.status_code, answer.text) == (200, "x")
 
@@ -57,7 +57,7 @@ async def test_who_shows_the_token_comes_in(headers: dict[str, str]) -> None:
     ],
 )
 async def test_nobody_else_does(headers: list[tuple[str, str | bytes]]) -> None:
-    async with client() as asking:
+    async with gated_client() as asking:
         answer = await asking.get(
             "/", headers=httpx.Headers([(k.encode(), _raw(v)) for k, v in headers])
         )
@@ -73,7 +73,7 @@ def _raw(value: str | bytes) -> bytes:
 
 
 async def test_without_a_token_pages_in_browsers_stay_out() -> None:
-    async with client(None) as asking:
+    async with gated_client(None) as asking:
         assert (await asking.post("/", content="x")).text == "x"
         answer = await asking.post("/", headers={"origin": "http://localhost:8002"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, 403)
@@ -96,7 +96,7 @@ async def test_without_a_token_no_rebound_name_reads_the_admin_api(
     host: str, token: str | None, status: int
 ) -> None:
     headers = {"host": host} | ({} if token is None else {"authorization": f"Bearer {token}"})
-    async with client(token) as asking:
+    async with gated_client(token) as asking:
         assert (await asking.get("/", headers=headers)).status_code == status
 
 

@@ -79,20 +79,20 @@ async def drain(
     )
 
 
-async def ended(command: asyncio.subprocess.Process) -> tuple[int, str, str]:
+async def exit_of(command: asyncio.subprocess.Process) -> tuple[int, str, str]:
     async with asyncio.timeout(80):
         out, err = await command.communicate()
     assert command.returncode is not None
     return command.returncode, out.decode(), err.decode()
 
 
-async def ask(router: RouterProcess) -> int:
+async def ask_anew(router: RouterProcess) -> int:
     """On a connection of its own: it may be any worker's."""
     async with httpx.AsyncClient(base_url=router.url, timeout=100, verify=PLAIN) as client:
         return (await client.post("/v1/completions", json=BODY)).status_code
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
+async def until_true(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
     """As `eventually`, for what has to be asked for."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110 # another process has no event to set
@@ -125,7 +125,7 @@ async def ask_all_the_time(url: str, told: Counter[str], has_ended: asyncio.Even
 
 async def drain_and_stop(router: RouterProcess, engine: MockEngine) -> None:
     """As an operator does, who is told when it may be stopped."""
-    code, _, errors = await ended(await drain(router, f"http://{name_of(engine)}"))
+    code, _, errors = await exit_of(await drain(router, f"http://{name_of(engine)}"))
     assert (code, errors) == (0, "")
     await engine.stop()
 
@@ -170,7 +170,7 @@ async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
     async with administered(p, d, workers) as (router, api):
         await api.post("/admin/engines", json={"url": f"http://{name_of(p2)}", "role": "prefill"})
         d.usual = answer_after(go_on, usual_decode)
-        asking = [asyncio.create_task(ask(router)) for _ in range(8)]
+        asking = [asyncio.create_task(ask_anew(router)) for _ in range(8)]
         await eventually(lambda: len(d.requests) == 8, 60)
         held = len(p.requests)
         command = await drain(router, name_of(p), "--wait")
@@ -182,7 +182,7 @@ async def test_a_prefiller_is_drained_when_what_it_holds_was_read(
         assert (told["holding"], told["drained"]) == (held, False)
         assert command.returncode is None
         go_on.set()
-        code, out, errors = await ended(command)
+        code, out, errors = await exit_of(command)
         assert (code, out, errors) == (0, f"{name_of(p)} is drained\n", "")
         assert [await one for one in asking] == [200] * 8
 
@@ -208,13 +208,13 @@ async def test_a_worker_that_is_started_again_drains_still(
             healths = {engine["health"] for engine in engines["engines"]}
             return engines["workers"]["answered"] == 2 and healths == {"healthy"}
 
-        await until(everybody_answers)
+        await until_true(everybody_answers)
         told = (await api.get(f"/admin/engines/{name_of(d)}")).json()
         assert (told["intent"], told["drained"], told["sources"]) == ("draining", True, ["flags"])
         [group] = (await api.get("/admin/groups")).json()["groups"]
         assert (group["weight"], group["weighed_by"]) == (0.5, "admin")
         before = len(d.requests)
-        assert [await ask(router) for _ in range(12)] == [200] * 12
+        assert [await ask_anew(router) for _ in range(12)] == [200] * 12
         assert len(d.requests) == before
         assert len(d2.requests) == 12
 
@@ -235,7 +235,7 @@ async def test_a_worker_that_is_started_again_knows_what_a_file_said_that_is_bro
             return is_whole and is_well and listed == {name_of(one) for one in engines}
 
         file.write_text(listing(d, d2))
-        await until(partial(all_know, d, d2))
+        await until_true(partial(all_know, d, d2))
         await api.post(f"/admin/engines/{name_of(d)}/drain")
         file.write_text("engines: [{url: broken}]")
         await router.until("source file: .*engine 1: ")
@@ -245,14 +245,14 @@ async def test_a_worker_that_is_started_again_knows_what_a_file_said_that_is_bro
         async with asyncio.timeout(40):
             for _ in pids:
                 await router.until(r"worker \d is process")
-        await until(partial(all_know, d, d2))
-        assert [await ask(router) for _ in range(6)] == [200] * 6
+        await until_true(partial(all_know, d, d2))
+        assert [await ask_anew(router) for _ in range(6)] == [200] * 6
         assert len(d2.requests) >= 6
         async with httpx.AsyncClient(base_url=router.url, verify=PLAIN) as client:
             ready = await client.get("/ready")
         assert (ready.status_code, "engine 1" in ready.json()["sources"]["file"]) == (200, True)
         file.write_text(listing(d, d3))
-        await until(partial(all_know, d, d3))
+        await until_true(partial(all_know, d, d3))
 
 
 def listing(*engines: MockEngine) -> str:
@@ -270,7 +270,7 @@ async def test_nobody_is_drained_while_a_worker_stands_still(p: MockEngine, d: M
             told = (await api.post(f"/admin/engines/{name_of(d)}/drain")).json()
             assert (told["intent"], told["drained"]) == ("draining", False)
             command = await drain(router, name_of(d), "--timeout=2")
-            code, _, errors = await ended(command)
+            code, _, errors = await exit_of(command)
             assert (code, "not every worker" in errors) == (1, True)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -278,7 +278,7 @@ async def test_nobody_is_drained_while_a_worker_stands_still(p: MockEngine, d: M
         async def is_drained() -> bool:
             return bool((await api.get(f"/admin/engines/{name_of(d)}")).json()["drained"])
 
-        await until(is_drained)
+        await until_true(is_drained)
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ async def test_a_hangup_reads_settings_again(
         await router.until("settings are unchanged: group-weights")
         assert (await api.post("/admin/reload")).status_code == 400
         assert await weight() == (6.0, "settings")
-        assert await ask(router) == 200
+        assert await ask_anew(router) == 200
         router.process.terminate()
         assert await router.ended() == 0
 
@@ -332,7 +332,7 @@ async def test_a_family_without_an_admin_api_reads_settings_again(
             async with httpx.AsyncClient(base_url=router.url) as client:
                 return 'group_weight{group="default"} 5.0' in (await client.get("/metrics")).text
 
-        await until(is_there)
+        await until_true(is_there)
         router.process.terminate()
         assert await router.ended() == 0
 
@@ -420,7 +420,7 @@ async def test_the_token_is_asked_for_on_the_wire(p: MockEngine, d: MockEngine) 
         assert (await api.get("/admin/engines")).status_code == 200
         async with httpx.AsyncClient(base_url=router.url) as client:
             assert (await client.get("/admin/engines")).status_code == 404, "not on that port"
-        code, _, errors = await ended(await drain(router, name_of(d), token="wrong-and-so-on"))
+        code, _, errors = await exit_of(await drain(router, name_of(d), token="wrong-and-so-on"))
         assert (code, "answers 401" in errors) == (1, True)
         assert not any(TOKEN in line for line in router.lines)
 
@@ -431,21 +431,21 @@ async def test_the_token_is_asked_for_on_the_wire(p: MockEngine, d: MockEngine) 
 @pytest.mark.slow
 async def test_the_command_says_what_it_cannot_do(p: MockEngine, d: MockEngine) -> None:
     async with administered(p, d, 1) as (router, api):
-        code, out, errors = await ended(await drain(router, "127.0.0.1:1"))
+        code, out, errors = await exit_of(await drain(router, "127.0.0.1:1"))
         assert (code, out) == (1, "")
         assert f"; there are {name_of(p)}, {name_of(d)}" in errors
         dead = find_closed_port()
         both = ("--admin", f"http://127.0.0.1:{dead}", "--admin", str(api.base_url))
-        code, _, errors = await ended(await drain(router, name_of(d), *both))
+        code, _, errors = await exit_of(await drain(router, name_of(d), *both))
         assert (code, len(errors.splitlines())) == (1, 1)
         assert f"http://127.0.0.1:{dead}/" in errors
         assert ": connection refused" in errors
         told = (await api.get(f"/admin/engines/{name_of(d)}")).json()
         assert told["intent"] == "draining", "the other one was told all the same"
-        code, out, _ = await ended(await drain(router, name_of(d), "--resume"))
+        code, out, _ = await exit_of(await drain(router, name_of(d), "--resume"))
         assert (code, out) == (0, f"{name_of(d)} serves\n")
-        assert await ask(router) == 200
-        code, out, _ = await ended(await drain(router, name_of(d), "--no-wait"))
+        assert await ask_anew(router) == 200
+        code, out, _ = await exit_of(await drain(router, name_of(d), "--no-wait"))
         assert (code, out) == (0, f"{name_of(d)} drains\n")
 
 
@@ -462,15 +462,15 @@ async def test_a_drain_that_takes_too_long_is_given_up_and_goes_on(
     go_on = asyncio.Event()
     d.scripts = [answer_after(go_on, usual_decode)]
     async with administered(p, d, 1) as (router, api):
-        asking = asyncio.create_task(ask(router))
+        asking = asyncio.create_task(ask_anew(router))
         await eventually(lambda: d.requests, 60)
-        code, _, errors = await ended(await drain(router, name_of(d), "--timeout=1"))
+        code, _, errors = await exit_of(await drain(router, name_of(d), "--timeout=1"))
         assert (code, "1 running, 0 KV leases, after 1 s" in errors) == (1, True)
         command = await drain(router, name_of(d))
         assert command.stdout is not None
         await asyncio.wait_for(command.stdout.readline(), 60)
         await api.post(f"/admin/engines/{name_of(d)}/resume")
-        code, _, errors = await ended(command)
+        code, _, errors = await exit_of(command)
         assert (code, "serves again" in errors) == (1, True)
         go_on.set()
         assert await asking == 200

@@ -19,7 +19,7 @@ from tests.redis_server import PASSWORD, RedisServer, running_cluster, running_r
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import hanging
 from tests.unit.router.harness import count_of, eventually
-from tests.unit.router.test_api_key_requests import KEY, WriteKeys, ask, entry, keys
+from tests.unit.router.test_api_key_requests import KEY, WriteKeys, ask_as, entry, keys
 
 pytestmark = pytest.mark.slow  # a Redis server
 
@@ -182,7 +182,7 @@ async def test_two_routers_grant_a_key_its_limit_once(
 ) -> None:
     path = keys(entry("one", KEY, requests_per_minute=4, concurrency=3))
     routers = [await start_router(api_keys_file=path, **options(redis)) for _ in "ab"]
-    statuses = [(await ask(router)).status_code for _ in range(3) for router in routers]
+    statuses = [(await ask_as(router)).status_code for _ in range(3) for router in routers]
     assert statuses == [200] * 4 + [429] * 2
     await eventually(lambda: redis.cli("zcard", "disagg-router:limits:{one}:running") == "0\n")
 
@@ -194,13 +194,13 @@ async def test_a_client_that_leaves_gives_its_place_back_to_all(
     path = keys(entry("one", KEY, concurrency=1))
     one, other = [await start_router(api_keys_file=path, **options(redis)) for _ in "ab"]
     p.scripts.append(hanging(asked=entered))
-    leaves = asyncio.create_task(ask(one))
+    leaves = asyncio.create_task(ask_as(one))
     await entered.wait()
-    assert (await ask(other)).status_code == 429
+    assert (await ask_as(other)).status_code == 429
     leaves.cancel()
     await asyncio.gather(leaves, return_exceptions=True)
     await eventually(lambda: redis.cli("zcard", "disagg-router:limits:{one}:running") == "0\n")
-    assert (await ask(other)).status_code == 200
+    assert (await ask_as(other)).status_code == 200
 
 
 async def test_without_redis_each_router_counts_alone_and_no_request_fails(
@@ -210,13 +210,13 @@ async def test_without_redis_each_router_counts_alone_and_no_request_fails(
     with running_redis() as own:
         given = options(own) | {"conversation_store_timeout": 2}
         router = await start_router(api_keys_file=path, **given)
-        assert (await ask(router)).status_code == 200
+        assert (await ask_as(router)).status_code == 200
         own.freeze()
-        assert (await ask(router)).status_code == 200  # after the store's timeout
+        assert (await ask_as(router)).status_code == 200  # after the store's timeout
         started = asyncio.get_running_loop().time()
-        assert (await ask(router)).status_code == 200
+        assert (await ask_as(router)).status_code == 200
         assert asyncio.get_running_loop().time() - started < 1.5  # and it is not waited for again
-        assert (await ask(router)).status_code == 429
+        assert (await ask_as(router)).status_code == 429
         own.thaw()
     assert router.metric("key_limit_errors_total", operation="take", result="failed") == 1
     assert router.metric("key_limit_errors_total", operation="take", result="skipped") == 1
@@ -228,7 +228,7 @@ async def test_a_redis_that_was_never_there_is_no_reason_not_to_serve(
 ) -> None:
     path = keys(entry("one", KEY, concurrency=2))
     router = await start_router(api_keys_file=path, key_limits_store="redis://127.0.0.1:1")
-    assert (await ask(router)).status_code == 200
+    assert (await ask_as(router)).status_code == 200
 
 
 async def test_a_client_that_leaves_while_redis_is_silent_leaves_nothing_behind(
@@ -240,10 +240,10 @@ async def test_a_client_that_leaves_while_redis_is_silent_leaves_nothing_behind(
         router = await start_router(api_keys_file=path, **given)
         authenticator = router.gateway.authenticator
         assert authenticator is not None
-        assert (await ask(router)).status_code == 200
+        assert (await ask_as(router)).status_code == 200
         await eventually(lambda: not authenticator.running("one"))
         own.freeze()
-        leaves = asyncio.create_task(ask(router))
+        leaves = asyncio.create_task(ask_as(router))
         await eventually(lambda: authenticator.running("one"))
         leaves.cancel()
         await asyncio.gather(leaves, return_exceptions=True)
@@ -251,4 +251,4 @@ async def test_a_client_that_leaves_while_redis_is_silent_leaves_nothing_behind(
         own.thaw()
         await eventually(lambda: not authenticator.running("one"))
         await eventually(lambda: own.cli("zcard", "disagg-router:limits:{one}:running") == "0\n")
-        assert (await ask(router)).status_code == 200
+        assert (await ask_as(router)).status_code == 200

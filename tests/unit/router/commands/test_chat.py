@@ -54,11 +54,11 @@ async def refusing(received: Received, peer: Peer) -> None:
     await peer.answer({"error": {"message": "the prompt is\ntoo long"}}, 400)
 
 
-def asked(engine: MockEngine) -> list[Received]:
+def chat_requests(engine: MockEngine) -> list[Received]:
     return [one for one in engine.requests if one.path == "/v1/chat/completions"]
 
 
-async def run(*arguments: str) -> int:
+async def run_chat(*arguments: str) -> int:
     return await asyncio.to_thread(main, ["chat", *arguments])
 
 
@@ -68,7 +68,7 @@ async def test_one_message_is_answered_with_a_line_about_the_answer(
     d.usual = talking
     router = await start_router(ui=True)
     arguments = (f"{router.url}/v1/", "--model", "m", "--once", "Hi", "--max-tokens", "7")
-    assert await run(*arguments, "--api-key", "sk-1") == 0
+    assert await run_chat(*arguments, "--api-key", "sk-1") == 0
     captured = capsys.readouterr()
     assert captured.out == "Hello!\n"
     (line,) = captured.err.splitlines()
@@ -76,7 +76,7 @@ async def test_one_message_is_answered_with_a_line_about_the_answer(
     assert "96 of 132 prompt tokens from a cache" in line
     assert f"prefill 127.0.0.1:{p.port}, decode 127.0.0.1:{d.port}, KV offered" in line
     assert "resumed" not in line
-    (request,) = asked(d)
+    (request,) = chat_requests(d)
     assert request.json["messages"] == [{"role": "user", "content": "Hi"}]
     assert request.json["max_tokens"] == 7
     assert request.json["stream"] is True
@@ -92,7 +92,7 @@ async def test_without_the_dashboard_the_engines_are_not_known_and_the_cure_is_n
     d.usual = talking
     router = await start_router()
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-    assert await run(router.url, "--model", "m") == 0
+    assert await run_chat(router.url, "--model", "m") == 0
     first, hint, second = capsys.readouterr().err.splitlines()
     assert first.startswith("TTFT")
     assert second.startswith("TTFT")
@@ -108,9 +108,9 @@ async def test_each_line_of_a_pipe_is_a_turn_of_one_conversation(
     d.usual = talking
     router = await start_router(ui=True)
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/quit\nthree\n"))
-    assert await run(router.url, "--model", "m") == 0
+    assert await run_chat(router.url, "--model", "m") == 0
     assert capsys.readouterr().out == "Hello!\nHello!\n"
-    first, second = [one.json for one in asked(d)]
+    first, second = [one.json for one in chat_requests(d)]
     assert second["messages"] == [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "Hello!"},
@@ -135,8 +135,8 @@ async def test_turns_have_the_id_of_their_conversation(monkeypatch: pytest.Monke
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
-        assert await run(address, "--model", "m") == 0
-        assert await run(address, "--model", "m", "--once", "one") == 0
+        assert await run_chat(address, "--model", "m") == 0
+        assert await run_chat(address, "--model", "m", "--once", "one") == 0
     names = [body["conversation_id"] for body in bodies]
     assert names[0] == names[1] != names[2]
 
@@ -146,7 +146,7 @@ async def test_a_refusal_is_one_line_and_code_1(
 ) -> None:
     d.usual = refusing
     router = await start_router()
-    assert await run(router.url, "--model", "m", "--once", "Hi") == 1
+    assert await run_chat(router.url, "--model", "m", "--once", "Hi") == 1
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
     assert line.startswith("disagg-router chat: error: 400 the prompt is too long (request ")
@@ -173,7 +173,7 @@ async def test_an_answer_that_breaks_off_is_one_line_without_control_characters_
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        assert await run(address, "--model", "m", "--once", "Hi") == 1
+        assert await run_chat(address, "--model", "m", "--once", "Hi") == 1
     captured = capsys.readouterr()
     assert captured.out == "Hel\n"
     (line,) = captured.err.splitlines()
@@ -378,7 +378,7 @@ async def test_ctrl_c_ends_the_answer_and_then_the_program(
     terminal.write("\x03")
     assert await asyncio.to_thread(terminal.ended, "\x03") == 130
     assert "Traceback" not in terminal.text
-    contents = [[turn["content"] for turn in one.json["messages"]] for one in asked(d)]
+    contents = [[turn["content"] for turn in one.json["messages"]] for one in chat_requests(d)]
     assert contents == [
         ["one"],
         ["one", "Hello!", "endless"],

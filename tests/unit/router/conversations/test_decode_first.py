@@ -44,7 +44,7 @@ async def plain(router: Router, **fields: Any) -> str:
     return answer.text
 
 
-def outcomes(router: Router) -> dict[str, float]:
+def decode_first_outcomes(router: Router) -> dict[str, float]:
     names = ("answered", "rejected", "skipped")
     return {name: router.metric("decode_first_total", outcome=name) for name in names}
 
@@ -76,7 +76,7 @@ async def test_a_rejection_leads_to_both_legs_and_is_not_seen(
     assert leg.json["kv_transfer_params"] == {**PARAMS, "retain": False}
     ids = {request.header("x-request-id") for request in (attempt, leg)}
     assert len(ids) == 2
-    assert outcomes(router) == {"answered": 0, "rejected": 1, "skipped": 0}
+    assert decode_first_outcomes(router) == {"answered": 0, "rejected": 1, "skipped": 0}
 
 
 async def test_a_rejection_that_comes_byte_by_byte_is_recognised(
@@ -168,10 +168,10 @@ async def test_an_engine_that_ignores_the_field_is_not_asked_again_for_long_prom
     d.usual = computing(cached)
     for _ in range(6):
         await ask_long(router)
-    assert outcomes(router) == {"answered": tries, "rejected": 0, "skipped": 6 - tries}
+    assert decode_first_outcomes(router) == {"answered": tries, "rejected": 0, "skipped": 6 - tries}
     assert len(p.requests) == 6 - tries
     await plain(router, cache_hit_threshold=0.5)
-    assert outcomes(router)["answered"] == tries + 1, "a short prompt may be tried"
+    assert decode_first_outcomes(router)["answered"] == tries + 1, "a short prompt may be tried"
 
 
 async def test_an_engine_whose_cache_has_it_all_is_found_out_by_a_request_that_none_can_have(
@@ -195,7 +195,7 @@ async def test_an_engine_whose_cache_has_it_all_is_found_out_by_a_request_that_n
     (trial,) = [r for r in d.requests if (r.header("x-request-id") or "").endswith("-trial")]
     assert (trial.json["model"], trial.json["max_tokens"]) == ("m", 1)
     await chat(router, messages, **fields)
-    assert outcomes(router) == {"answered": 4, "rejected": 0, "skipped": 0}
+    assert decode_first_outcomes(router) == {"answered": 4, "rejected": 0, "skipped": 0}
     assert not p.requests
 
 
@@ -207,7 +207,7 @@ async def test_an_engine_that_has_rejected_knows_the_field(
     d.usual = computing(None)
     for _ in range(6):
         await ask_long(router)
-    assert outcomes(router) == {"answered": 6, "rejected": 1, "skipped": 0}
+    assert decode_first_outcomes(router) == {"answered": 6, "rejected": 1, "skipped": 0}
 
 
 async def test_an_engine_may_say_itself_that_it_does_not_know_the_field(
@@ -220,7 +220,7 @@ async def test_an_engine_may_say_itself_that_it_does_not_know_the_field(
     d.identity, engine.capabilities.is_identity_known = {"capabilities": ["prefix_proof"]}, False
     await eventually(lambda: engine.capabilities.lists_capabilities)
     await ask_long(router)
-    assert outcomes(router)["skipped"] == 1
+    assert decode_first_outcomes(router)["skipped"] == 1
 
 
 async def test_a_turn_goes_to_its_decoder_alone_once_that_is_known_to_judge(

@@ -27,11 +27,11 @@ CAPABLE = {"capabilities": ["cache_hit_threshold", "release"]}
 async def heard(router: Router, role: EngineRole) -> Engine:
     """The engine of that role, once the router knows that it has the page."""
     (engine,) = router.gateway.fleet.usable_engines(role)
-    await told(engine)
+    await knows_release(engine)
     return engine
 
 
-async def told(engine: Engine) -> None:
+async def knows_release(engine: Engine) -> None:
     """It is asked again, for it may be answering as it would have before."""
 
     def has_the_page() -> bool:
@@ -201,7 +201,7 @@ async def test_a_turn_whose_decoder_is_overloaded_is_given_back_by_it(
     home = d if d.requests else d2
     engine = router.gateway.fleet.find_alive(f"127.0.0.1:{home.port}")
     assert engine is not None
-    await told(engine)
+    await knows_release(engine)
     engine.add_load(5, 0)
     await chat(router, AGAIN)
     assert (offered(p), turns(router, "decoder_overloaded")) == (None, 1)

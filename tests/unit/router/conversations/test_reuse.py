@@ -40,7 +40,7 @@ PARAMS = {
 }
 
 
-def chat(*messages: object, **fields: Any) -> dict[str, Any]:
+def body_of_chat(*messages: object, **fields: Any) -> dict[str, Any]:
     return {"model": "m", "messages": list(messages), **fields}
 
 
@@ -81,7 +81,7 @@ class Desk:
         return turn.entry
 
 
-def said(**message: Any) -> AnswerChoice:
+def answered(**message: Any) -> AnswerChoice:
     answer = read_choice({"choices": [{"message": {"role": "assistant", **message}}]})
     assert answer is not None
     return answer
@@ -91,8 +91,8 @@ async def left(
     answer: AnswerChoice | None = None, body: dict[str, Any] | None = None, tokens: int | None = 600
 ) -> Entry:
     desk = Desk()
-    first = body or chat(SYSTEM, FIRST)
-    await desk.leave(first, answer or said(content=ANSWER["content"]), tokens)
+    first = body or body_of_chat(SYSTEM, FIRST)
+    await desk.leave(first, answer or answered(content=ANSWER["content"]), tokens)
     entry = await desk.entry(first)
     assert entry is not None
     return entry
@@ -109,7 +109,7 @@ SAFE = 600 - UNSAFE_TAIL_TOKENS
 
 
 async def test_a_turn_that_extends_the_last_one_reuses_all_of_it() -> None:
-    assert verdict(await left(), chat(SYSTEM, FIRST, ANSWER, SECOND))[:2] == ("hit", "")
+    assert verdict(await left(), body_of_chat(SYSTEM, FIRST, ANSWER, SECOND))[:2] == ("hit", "")
 
 
 async def test_a_cache_mark_that_moves_with_the_last_message_changes_nothing() -> None:
@@ -118,8 +118,8 @@ async def test_a_cache_mark_that_moves_with_the_last_message_changes_nothing() -
         part = {"type": "text", "text": message["content"], **mark}
         return {"role": message["role"], "content": [part]}
 
-    entry = await left(body=chat({**SYSTEM, "cache_control": {}}, marked(FIRST)))
-    assert verdict(entry, chat(SYSTEM, FIRST, ANSWER, marked(SECOND)))[0] == "hit"
+    entry = await left(body=body_of_chat({**SYSTEM, "cache_control": {}}, marked(FIRST)))
+    assert verdict(entry, body_of_chat(SYSTEM, FIRST, ANSWER, marked(SECOND)))[0] == "hit"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ async def test_a_cache_mark_that_moves_with_the_last_message_changes_nothing() -
     ],
 )
 async def test_an_answer_may_be_repeated_as_any_client_does(answer: dict[str, Any]) -> None:
-    assert verdict(await left(), chat(SYSTEM, FIRST, answer, SECOND))[0] == "hit"
+    assert verdict(await left(), body_of_chat(SYSTEM, FIRST, answer, SECOND))[0] == "hit"
 
 
 @pytest.mark.parametrize(
@@ -157,42 +157,42 @@ async def test_arguments_of_a_tool_call_are_compared_by_value(
         return {"tool_calls": [{**CALL, "function": {"name": "look_up", "arguments": arguments}}]}
 
     result = {"role": "tool", "tool_call_id": "call-1", "content": "A promise."}
-    after = chat(SYSTEM, FIRST, {"role": "assistant", **calling(repeated)}, result)
-    assert verdict(await left(said(**calling(written))), after) == ("cut", expected, SAFE)
+    after = body_of_chat(SYSTEM, FIRST, {"role": "assistant", **calling(repeated)}, result)
+    assert verdict(await left(answered(**calling(written))), after) == ("cut", expected, SAFE)
 
 
 CHANGED: dict[str, tuple[dict[str, Any], tuple[str, str, int]]] = {
     "answer edited": (
-        chat(SYSTEM, FIRST, {**ANSWER, "content": "Thirty-two."}, SECOND),
+        body_of_chat(SYSTEM, FIRST, {**ANSWER, "content": "Thirty-two."}, SECOND),
         ("cut", "history", SAFE),
     ),
-    "answer gone": (chat(SYSTEM, FIRST, SECOND), ("cut", "history", SAFE)),
-    "regenerated": (chat(SYSTEM, FIRST), ("cut", "history", SAFE)),
+    "answer gone": (body_of_chat(SYSTEM, FIRST, SECOND), ("cut", "history", SAFE)),
+    "regenerated": (body_of_chat(SYSTEM, FIRST), ("cut", "history", SAFE)),
     "question edited": (
-        chat(SYSTEM, {**FIRST, "content": "What is a page?"}, ANSWER, SECOND),
+        body_of_chat(SYSTEM, {**FIRST, "content": "What is a page?"}, ANSWER, SECOND),
         ("mismatch", "history", 0),
     ),
     "system edited": (
-        chat({**SYSTEM, "content": "Be long."}, FIRST, ANSWER, SECOND),
+        body_of_chat({**SYSTEM, "content": "Be long."}, FIRST, ANSWER, SECOND),
         ("mismatch", "history", 0),
     ),
     "role changed": (
-        chat({**SYSTEM, "role": "developer"}, FIRST, ANSWER, SECOND),
+        body_of_chat({**SYSTEM, "role": "developer"}, FIRST, ANSWER, SECOND),
         ("mismatch", "history", 0),
     ),
-    "truncated": (chat(FIRST, ANSWER, SECOND), ("mismatch", "history", 0)),
+    "truncated": (body_of_chat(FIRST, ANSWER, SECOND), ("mismatch", "history", 0)),
     "tool call added": (
-        chat(SYSTEM, FIRST, {**ANSWER, "tool_calls": [CALL]}, SECOND),
+        body_of_chat(SYSTEM, FIRST, {**ANSWER, "tool_calls": [CALL]}, SECOND),
         ("cut", "history", SAFE),
     ),
-    "model": (chat(SYSTEM, FIRST, ANSWER, SECOND, model="n"), ("mismatch", "model", 0)),
-    "salt": (chat(SYSTEM, FIRST, ANSWER, SECOND, cache_salt="s"), ("mismatch", "model", 0)),
+    "model": (body_of_chat(SYSTEM, FIRST, ANSWER, SECOND, model="n"), ("mismatch", "model", 0)),
+    "salt": (body_of_chat(SYSTEM, FIRST, ANSWER, SECOND, cache_salt="s"), ("mismatch", "model", 0)),
     "tools": (
-        chat(SYSTEM, FIRST, ANSWER, SECOND, tools=[{"type": "function"}]),
+        body_of_chat(SYSTEM, FIRST, ANSWER, SECOND, tools=[{"type": "function"}]),
         ("mismatch", "tools", 0),
     ),
     "template": (
-        chat(SYSTEM, FIRST, ANSWER, SECOND, chat_template_kwargs={"date": "today"}),
+        body_of_chat(SYSTEM, FIRST, ANSWER, SECOND, chat_template_kwargs={"date": "today"}),
         ("mismatch", "template", 0),
     ),
     "another endpoint": ({"model": "m", "prompt": "Be brief."}, ("mismatch", "history", 0)),
@@ -206,7 +206,7 @@ async def test_what_does_not_extend_the_last_turn_is_cut_back_or_not_reused(chan
 
 
 async def test_without_the_prompts_length_there_is_no_cut() -> None:
-    assert verdict(await left(tokens=None), chat(SYSTEM, FIRST, SECOND)) == (
+    assert verdict(await left(tokens=None), body_of_chat(SYSTEM, FIRST, SECOND)) == (
         "mismatch",
         "history",
         0,
@@ -224,14 +224,16 @@ async def test_without_the_prompts_length_there_is_no_cut() -> None:
 @pytest.mark.parametrize("stripped", [True, False])
 async def test_what_was_reasoned_is_never_reused(answer: dict[str, Any], stripped: bool) -> None:
     repeated = ANSWER if stripped else {"role": "assistant", **answer}
-    fit, reason, tokens = verdict(await left(said(**answer)), chat(SYSTEM, FIRST, repeated, SECOND))
+    fit, reason, tokens = verdict(
+        await left(answered(**answer)), body_of_chat(SYSTEM, FIRST, repeated, SECOND)
+    )
     assert (fit, tokens) == ("cut", SAFE)
     assert reason == "reasoning" or "<think>" in str(answer["content"])
 
 
 async def test_reasoning_that_a_client_adds_to_the_history_ends_what_is_safe() -> None:
     changed = {**ANSWER, "reasoning_content": "Hm."}
-    assert verdict(await left(), chat(SYSTEM, FIRST, changed, SECOND)) == (
+    assert verdict(await left(), body_of_chat(SYSTEM, FIRST, changed, SECOND)) == (
         "cut",
         "reasoning",
         SAFE,
@@ -240,25 +242,27 @@ async def test_reasoning_that_a_client_adds_to_the_history_ends_what_is_safe() -
 
 @pytest.mark.parametrize("answer", [{"content": "Yes.\n"}, {"content": None, "tool_calls": [CALL]}])
 async def test_what_a_template_renders_in_its_own_way_is_not_reused(answer: dict[str, Any]) -> None:
-    body = chat(SYSTEM, FIRST, {"role": "assistant", **answer}, SECOND)
-    assert verdict(await left(said(**answer)), body) == ("cut", "rendering", SAFE)
+    body = body_of_chat(SYSTEM, FIRST, {"role": "assistant", **answer}, SECOND)
+    assert verdict(await left(answered(**answer)), body) == ("cut", "rendering", SAFE)
 
 
 async def test_a_thinking_switch_makes_the_answer_inexact() -> None:
-    body = chat(SYSTEM, FIRST, chat_template_kwargs={"enable_thinking": False})
+    body = body_of_chat(SYSTEM, FIRST, chat_template_kwargs={"enable_thinking": False})
     after = {**body, "messages": [SYSTEM, FIRST, ANSWER, SECOND]}
     assert verdict(await left(body=body), after) == ("cut", "reasoning", SAFE)
 
 
 async def test_a_later_edit_is_cut_back_to_an_earlier_turn() -> None:
     desk = Desk()
-    await desk.leave(chat(SYSTEM, FIRST), said(content=ANSWER["content"]), 600)
-    await desk.leave(chat(SYSTEM, FIRST, ANSWER, SECOND), said(content="Thirty seconds."), 900)
-    entry = await desk.entry(chat(SYSTEM, FIRST))
+    await desk.leave(body_of_chat(SYSTEM, FIRST), answered(content=ANSWER["content"]), 600)
+    await desk.leave(
+        body_of_chat(SYSTEM, FIRST, ANSWER, SECOND), answered(content="Thirty seconds."), 900
+    )
+    entry = await desk.entry(body_of_chat(SYSTEM, FIRST))
     assert entry is not None
-    edited = chat(SYSTEM, FIRST, {**ANSWER, "content": "No."}, SECOND)
+    edited = body_of_chat(SYSTEM, FIRST, {**ANSWER, "content": "No."}, SECOND)
     assert verdict(entry, edited) == ("cut", "history", SAFE)
-    shorter = chat(SYSTEM, FIRST, ANSWER, SECOND, {"role": "user", "content": "?"})
+    shorter = body_of_chat(SYSTEM, FIRST, ANSWER, SECOND, {"role": "user", "content": "?"})
     assert verdict(entry, shorter) == ("cut", "history", 900 - UNSAFE_TAIL_TOKENS)
 
 
@@ -295,8 +299,8 @@ MESSAGES = st.lists(
 async def test_a_hit_is_an_extension_and_a_cut_a_common_beginning(
     before: list[Any], after: list[Any], answer: str
 ) -> None:
-    entry = await left(said(content=answer), chat(*before))
-    fit, _, _ = verdict(entry, chat(*after))
+    entry = await left(answered(content=answer), body_of_chat(*before))
+    fit, _, _ = verdict(entry, body_of_chat(*after))
     extended = [*before, {"role": "assistant", "content": answer}]
     if fit == ReuseMatch.HIT:
         assert after[: len(extended)] == extended
@@ -355,14 +359,14 @@ async def test_an_entry_is_valid_for_less_than_the_decoder_keeps_its_blocks() ->
     for retained, valid in ((None, 450), (160.0, 150), (100_000.0, 450)):
         desk = Desk()
         until = None if retained is None else desk.clock.now + retained
-        await desk.leave(chat(FIRST), said(content="x"), retained_until=until)
+        await desk.leave(body_of_chat(FIRST), answered(content="x"), retained_until=until)
         desk.clock.now += valid - 1
-        entry = await desk.entry(chat(FIRST))
+        entry = await desk.entry(body_of_chat(FIRST))
         assert entry is not None
         desk = Desk()
-        await desk.leave(chat(FIRST), said(content="x"), retained_until=until)
+        await desk.leave(body_of_chat(FIRST), answered(content="x"), retained_until=until)
         desk.clock.now += valid
-        turn = desk.conversations.turn_of((), {"conversation_id": "c", **chat(FIRST)})
+        turn = desk.conversations.turn_of((), {"conversation_id": "c", **body_of_chat(FIRST)})
         assert turn is not None
         await desk.conversations.recall(turn)
         assert (turn.entry, turn.recalled.value) == (None, "expired")

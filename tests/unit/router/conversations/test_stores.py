@@ -247,7 +247,7 @@ async def test_answer_that_arrives_while_the_router_stands_still_is_used() -> No
                 if is_ours:
                     is_answered.set()
 
-    timeout, may_answer = 2.0, threading.Event()
+    timeout, may_answer = 1.0, threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         serving = asyncio.create_task(asyncio.to_thread(serve, listener))
         address = f"redis://127.0.0.1:{listener.getsockname()[1]}?protocol=2"

@@ -24,14 +24,14 @@ def question(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-async def start(
+async def start_pair(
     start_router: StartRouter, p: MockEngine, d: MockEngine, pair: StockPair, **settings: Any
 ) -> Router:
     p.usual, d.usual = pair.prefill, pair.decode
     return await start_router(**{"conversation_unproven": "tokens"} | settings)
 
 
-async def ask(router: Router, messages: list[Any], **fields: Any) -> dict[str, Any]:
+async def chat_turn(router: Router, messages: list[Any], **fields: Any) -> dict[str, Any]:
     """Return the answer's message. A client sees no ids that it has not asked for."""
     body = {"model": "m", "messages": messages, "conversation_id": "c", **fields}
     answer = await router.client.post(CHAT, json=body)
@@ -57,9 +57,9 @@ async def proven(router: Router) -> None:
 
 async def ask_twice(router: Router, first: dict[str, Any]) -> None:
     messages = [first]
-    messages += [await ask(router, messages), question("and now?")]
+    messages += [await chat_turn(router, messages), question("and now?")]
     await proven(router)
-    await ask(router, messages)
+    await chat_turn(router, messages)
 
 
 def last_leg(engine: MockEngine) -> Any:
@@ -95,13 +95,13 @@ async def test_second_question_reads_the_blocks_that_its_tokens_begin_with(
     stream: bool,
 ) -> None:
     pair = StockPair(template)
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     messages = [question(LONG)]
-    messages += [await ask(router, messages, stream=stream), question("and now?")]
+    messages += [await chat_turn(router, messages, stream=stream), question("and now?")]
     await proven(router)
     if template == "date":  # known to differ from one rendering to the next
         outcome = "mismatch unproven"
-    await ask(router, messages, stream=stream)
+    await chat_turn(router, messages, stream=stream)
     assert pair.wrong == []
     assert outcomes(router, outcome) == [1]
     if outcome == "hit":
@@ -117,13 +117,13 @@ async def test_question_after_a_tool_loop_reads_no_kv_of_other_tokens(
     start_router: StartRouter, p: MockEngine, d: MockEngine, template: str, stream: bool
 ) -> None:
     pair = StockPair(template)
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     fields = {"tools": [TOOL], "stream": stream}
     messages = [question(LONG)]
     for _ in range(3):
-        messages.append(await ask(router, messages, **fields))
+        messages.append(await chat_turn(router, messages, **fields))
         messages.append({"role": "tool", "tool_call_id": "c", "content": "found " * 40})
-        messages.append(await ask(router, messages, **fields))
+        messages.append(await chat_turn(router, messages, **fields))
         messages.append(question("and now?"))
         await proven(router)
     assert pair.wrong == []
@@ -135,11 +135,11 @@ async def test_ids_of_the_prompt_are_the_prompt_of_both_legs(
 ) -> None:
     """So a date that changes between two renderings changes neither leg."""
     pair = StockPair("appends")
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     messages = [question(LONG)]
-    messages += [await ask(router, messages), question("and now?")]
+    messages += [await chat_turn(router, messages), question("and now?")]
     await proven(router)
-    await ask(router, messages)
+    await chat_turn(router, messages)
     ids = p.last.json["kv_transfer_params"]["prompt_token_ids"]
     assert ids == d.last.json["kv_transfer_params"]["prompt_token_ids"] == pair.prompts[-1]
 
@@ -153,11 +153,11 @@ async def test_without_proven_ids_no_kv_is_offered(
     pair.tokenizes_wrongly = fault == "other ids"
     pair.says_ids = fault != "no ids of the answer"
     fields: dict[str, Any] = {"documents": [{"text": "x"}]} if fault == "reasons" else {}
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     messages = [question(LONG)]
-    messages += [await ask(router, messages, **fields), question("and now?")]
+    messages += [await chat_turn(router, messages, **fields), question("and now?")]
     await proven(router)
-    await ask(router, messages, **fields)
+    await chat_turn(router, messages, **fields)
     assert (pair.read, pair.wrong) == (0, [])
     assert outcomes(router, "mismatch unproven") == [1]
 
@@ -167,12 +167,12 @@ async def test_engine_that_computes_another_prompt_than_it_was_given_is_not_deco
 ) -> None:
     """An old release that ignores the ids, and a template that changes between two renderings."""
     pair = StockPair("appends")
-    router = await start(start_router, p, d, pair, without_prefiller="decode")
+    router = await start_pair(start_router, p, d, pair, without_prefiller="decode")
     messages = [question(LONG)]
-    messages += [await ask(router, messages), question("and now?")]
+    messages += [await chat_turn(router, messages), question("and now?")]
     await proven(router)
     pair.takes_ids, pair.changes = False, [9]
-    await ask(router, messages)
+    await chat_turn(router, messages)
     assert last_leg(d)["kv_transfer_params"] == {"retain": True}
     assert router.metric("decode_only_total", reason="tokens_differ") == 1
 
@@ -183,14 +183,14 @@ async def test_ids_of_the_prefill_engine_are_checked_whatever_the_decode_engine_
     """Streams of vLLM 0.32 retain nothing, but may read what a whole answer has left."""
     pair = StockPair("appends")
     pair.streams_params = False
-    router = await start(start_router, p, d, pair, without_prefiller="decode")
+    router = await start_pair(start_router, p, d, pair, without_prefiller="decode")
     for number in range(3):
-        await ask(router, [question(LONG)], stream=True, conversation_id=str(number))
+        await chat_turn(router, [question(LONG)], stream=True, conversation_id=str(number))
     messages = [question(LONG)]
-    messages += [await ask(router, messages), question("and now?")]
+    messages += [await chat_turn(router, messages), question("and now?")]
     await proven(router)
     pair.takes_ids, pair.changes = False, [9]
-    await ask(router, messages, stream=True)
+    await chat_turn(router, messages, stream=True)
     assert last_leg(d)["kv_transfer_params"] == {"retain": True}
     assert router.metric("decode_only_total", reason="tokens_differ") == 1
 
@@ -199,7 +199,7 @@ async def test_engines_that_change_token_ids_read_nothing(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     pair = StockPair("appends")
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     first, second = list(range(100, 140)), [*range(120, 136), *range(900, 940)]
     for prompt in (first, second):
         asked = {"model": "m", "prompt": prompt, "conversation_id": "c", "max_tokens": 10}
@@ -220,7 +220,7 @@ async def test_turn_whose_legs_computed_different_prompts_is_not_reused(
         await pair.decode(request, peer)
 
     pair.changes = [1]
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     d.usual = decode_a_day_later
     await ask_twice(router, question(LONG))
     assert pair.read == 0
@@ -231,7 +231,7 @@ async def test_ids_that_are_missing_prove_nothing(
 ) -> None:
     pair = StockPair("appends")
     pair.untold = [7] * 48
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     await ask_twice(router, question(LONG))
     assert pair.read == 0
 
@@ -242,7 +242,7 @@ async def test_part_of_a_message_that_may_be_an_image_proves_nothing(
 ) -> None:
     """vLLM goes by the keys of a part, too, and an image's placeholder ids are those of any."""
     pair = StockPair("appends")
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     asked = {"role": "user", "content": [{"type": "text", "text": LONG, **part}]}
     await ask_twice(router, asked)
     assert pair.read == 0
@@ -255,14 +255,14 @@ async def test_ids_of_one_group_are_not_the_prompt_in_another(
     pair, newer = StockPair("appends"), StockPair("thought at the end")
     async with running_engine(newer.prefill) as p2, running_engine(newer.decode) as d2:
         for number, engine in enumerate((p, d, p2, d2)):
-            engine.identity = identity("aa" if engine in (p, d) else "bb", f"engine-{number}")
-        router = await start(start_router, p, d, pair, ps=[p, p2], ds=[d, d2])
+            engine.identity = identity_in("aa" if engine in (p, d) else "bb", f"engine-{number}")
+        router = await start_pair(start_router, p, d, pair, ps=[p, p2], ds=[d, d2])
         await router.knows_its_engines()
         number = 0
         while not d.requests:
             number += 1
             messages = [question(f"{number} {LONG}")]
-            messages.append(await ask(router, messages, conversation_id=str(number)))
+            messages.append(await chat_turn(router, messages, conversation_id=str(number)))
             await proven(router)
 
         async def broken(request: Received, peer: Peer) -> None:
@@ -271,11 +271,11 @@ async def test_ids_of_one_group_are_not_the_prompt_in_another(
         p.usual = broken
         newer.prompts.clear()
         messages.append(question("and now?"))
-        await ask(router, messages, conversation_id=str(number))
+        await chat_turn(router, messages, conversation_id=str(number))
         assert newer.prompts == [newer.render({"messages": messages})]
 
 
-def identity(group: str, engine_id: str) -> dict[str, Any]:
+def identity_in(group: str, engine_id: str) -> dict[str, Any]:
     where = {"remote_engine_id": engine_id, "remote_host": "10.9.8.7", "remote_port": 5600}
     rank = {"compatibility_hash": group, "tp_size": 1, "block_size": BLOCK, **where}
     return {"versions": {}, "ranks": [rank], "transfer_modes": ["pull"]}
@@ -286,15 +286,15 @@ def identity(group: str, engine_id: str) -> dict[str, Any]:
 async def test_ids_that_the_client_declines_do_not_reach_it(
     start_router: StartRouter, p: MockEngine, d: MockEngine, declined: object, stream: bool
 ) -> None:
-    router = await start(start_router, p, d, StockPair("appends"))
-    await ask(router, [question(LONG)], stream=stream, return_token_ids=declined)
+    router = await start_pair(start_router, p, d, StockPair("appends"))
+    await chat_turn(router, [question(LONG)], stream=stream, return_token_ids=declined)
 
 
 async def test_ids_that_the_client_asks_for_reach_it(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     pair = StockPair("appends")
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     body = {"model": "m", "messages": [question(LONG)], "conversation_id": "c"}
     whole = await router.client.post(CHAT, json={**body, "return_token_ids": True})
     assert whole.json()["prompt_token_ids"] == pair.prompts[-1]
@@ -310,9 +310,9 @@ async def test_engines_that_retain_nothing_are_not_asked_for_ids_for_ever(
 ) -> None:
     pair = StockPair("appends")
     pair.retains = False
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     for number in range(4):
-        await ask(router, [question(LONG)], conversation_id=str(number))
+        await chat_turn(router, [question(LONG)], conversation_id=str(number))
     assert [bool(one.json.get("return_token_ids")) for one in d.requests] == [True] * 3 + [False]
 
 
@@ -322,14 +322,14 @@ async def test_no_edited_conversation_reads_kv_of_other_tokens(
 ) -> None:
     """40 conversations of each kind: edits, tools that come and go, other template arguments."""
     rng, pair = random.Random(template), StockPair(template)
-    router = await start(start_router, p, d, pair)
+    router = await start_pair(start_router, p, d, pair)
     for number in range(40):
         fields: dict[str, Any] = {"conversation_id": f"c{number}", "stream": rng.random() < 0.5}
         messages: list[Any] = [question(f"{rng.random()} {LONG}")]
         for _ in range(4):
             if rng.random() < 0.2:
                 fields["tools"] = [TOOL] if "tools" not in fields else []
-            answer = await ask(router, messages, **fields)
+            answer = await chat_turn(router, messages, **fields)
             messages.append(answer)
             if answer.get("tool_calls"):
                 messages.append({"role": "tool", "tool_call_id": "c", "content": "found " * 40})
@@ -350,8 +350,8 @@ async def test_another_engine_of_the_group_tokenizes_as_well(
         p.usual, d.usual = pair.prefill, pair.decode
         router = await start_router(ps=[p, other], conversation_unproven="tokens")
         messages = [question(LONG)]
-        messages += [await ask(router, messages), question("and now?")]
+        messages += [await chat_turn(router, messages), question("and now?")]
         await proven(router)
-        await ask(router, messages)
+        await chat_turn(router, messages)
         assert {bool(p.requests), bool(other.requests)} == {True}
         assert outcomes(router, "hit") == [1]

@@ -28,7 +28,7 @@ class Clock:
         engine.note_prefill(sent, self.seconds, tokens)
 
 
-def engine(role: EngineRole, number: int = 1, cache_tokens: int = 100_000) -> Engine:
+def engine_of(role: EngineRole, number: int = 1, cache_tokens: int = 100_000) -> Engine:
     made = Engine(EngineSpec(role, Address("e", number), group="g"), cast(EnginePool, None))
     known = {"num_blocks": cache_tokens // 10, "block_size": 10, "step_model": MODEL}
     made.capabilities.note_identity({"ranks": [{**known, "max_step_tokens": 2048}]})
@@ -37,7 +37,7 @@ def engine(role: EngineRole, number: int = 1, cache_tokens: int = 100_000) -> En
 
 def measured(clock: Clock, number: int = 1) -> Engine:
     """An engine whose rate is known."""
-    made = engine(PREFILL, number)
+    made = engine_of(PREFILL, number)
     for _ in range(64):
         clock.leg(made, 9000)
     assert made.prefill_tokens_per_second == pytest.approx(TOKENS_PER_S)
@@ -46,7 +46,7 @@ def measured(clock: Clock, number: int = 1) -> Engine:
 
 def test_prefill_engines_are_needed_for_the_work_that_comes() -> None:
     clock, demand = Clock(), EngineDemand(0.05)
-    engines = [measured(clock, 1), engine(PREFILL, 2)]
+    engines = [measured(clock, 1), engine_of(PREFILL, 2)]
     assert demand.read(engines, clock.seconds)[P] == 0.0
     for _ in range(30):  # The new engine counts as fast as the other one.
         start = clock.seconds
@@ -89,28 +89,28 @@ def test_what_is_queued_needs_engines_too() -> None:
 
 
 def test_decode_engines_are_needed_for_kv_and_for_short_steps() -> None:
-    full, demand = engine(DECODE, cache_tokens=100_000), EngineDemand(0.05)
+    full, demand = engine_of(DECODE, cache_tokens=100_000), EngineDemand(0.05)
     full.add_load(9, 140_000)
     assert demand.read([full], 1.0)[D] == pytest.approx(1.4 / NEEDED_SHARE)
-    slow = engine(DECODE, cache_tokens=10_000_000)
+    slow = engine_of(DECODE, cache_tokens=10_000_000)
     slow.add_load(9, 1_000_000)  # 30 ms of each step, where 15 ms are left
     assert EngineDemand(0.05).read([slow], 1.0)[D] == pytest.approx(2.0)
     assert EngineDemand(0.0).read([slow], 1.0)[D] == pytest.approx(0.1 / NEEDED_SHARE)
 
 
 def test_decode_engines_are_needed_for_slots() -> None:
-    made = engine(DECODE, cache_tokens=10_000_000)
+    made = engine_of(DECODE, cache_tokens=10_000_000)
     made.capabilities.max_num_seqs = 10
     made.add_load(14, 14)
     assert EngineDemand(0.0).read([made], 1.0)[D] == pytest.approx(1.4 / NEEDED_SHARE)
 
 
 def test_the_sum_over_routers_is_what_all_requests_need() -> None:
-    one, other = engine(DECODE), engine(DECODE)
+    one, other = engine_of(DECODE), engine_of(DECODE)
     for of_router in (one, other):
         of_router.add_load(5, 40_000)
         of_router.set_load_elsewhere(5, 40_000)
-    both = engine(DECODE)
+    both = engine_of(DECODE)
     both.add_load(10, 80_000)
     found = [EngineDemand(0.05).read([each], 1.0)[D] for each in (one, other, both)]
     assert found[0] + found[1] == pytest.approx(found[2])
@@ -118,7 +118,7 @@ def test_the_sum_over_routers_is_what_all_requests_need() -> None:
 
 def test_engines_of_both_roles_are_needed_for_prompts_and_for_answers() -> None:
     demand = EngineDemand(0.0)
-    engines = [engine(BOTH, 1), engine(BOTH, 2)]
+    engines = [engine_of(BOTH, 1), engine_of(BOTH, 2)]
     engines[0].add_load(1, 70_000)
     assert demand.read(engines, 0.0) == {P: 0.0, D: pytest.approx(1.0)}
     for second in range(10, 600, 10):
@@ -131,13 +131,13 @@ def test_engines_of_both_roles_are_needed_for_prompts_and_for_answers() -> None:
 
 
 def test_unknown_engines_have_no_number() -> None:
-    strange = engine(DECODE, cache_tokens=0)
+    strange = engine_of(DECODE, cache_tokens=0)
     strange.add_load(1, 70_000)
-    assert EngineDemand(0.0).read([engine(PREFILL), strange], 9.0) == {}
+    assert EngineDemand(0.0).read([engine_of(PREFILL), strange], 9.0) == {}
 
 
 def test_numbers_follow_slowly() -> None:
-    made, demand = engine(DECODE), EngineDemand(0.0)
+    made, demand = engine_of(DECODE), EngineDemand(0.0)
     made.add_load(1, 70_000)
     assert demand.read([made], 1.0)[D] == pytest.approx(1.0)
     made.add_load(-1, -70_000)

@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry, Counter
 from router.coordination.exchange import SOCKET_PREFIX, PeerExchange, WorkerSockets
 from router.coordination.peers import MAX_REPORT_BYTES, PeerRouters
 from router.routing.chunk_index import ChunkIndex
-from tests.unit.router.coordination.test_peers import Engine
+from tests.unit.router.coordination.test_peers import SeenEngine
 from tests.unit.router.harness import eventually
 
 CHUNKS = tuple(range(1, 20))
@@ -20,7 +20,7 @@ CHUNKS = tuple(range(1, 20))
 class Worker:
     def __init__(self, directory: Path) -> None:
         self.index = ChunkIndex()
-        self.engines = [Engine("a:1"), Engine("b:1")]
+        self.engines = [SeenEngine("a:1"), SeenEngine("b:1")]
         self.peers = PeerRouters(self.index)
         self.registry = CollectorRegistry()
         labels = ("operation", "result")
@@ -110,7 +110,9 @@ async def test_strange_datagrams_are_counted_and_change_nothing(tmp_path: Path) 
 
 async def test_largest_report_fits_into_a_datagram(tmp_path: Path) -> None:
     async with workers(tmp_path) as (one, other):
-        one.engines += [Engine(f"10.0.{n // 256}.{n % 256}:8000", 1, 10**6) for n in range(4000)]
+        one.engines += [
+            SeenEngine(f"10.0.{n // 256}.{n % 256}:8000", 1, 10**6) for n in range(4000)
+        ]
         for number in range(100):
             one.index.on_sent("a:1", tuple((number << 50) + n for n in range(128)))
         one.engines[1].in_flight = 4

@@ -26,7 +26,7 @@ NAMES = ("a:1", "b:1")
 
 
 @dataclass
-class Engine:
+class SeenEngine:
     """An engine as one router sees it."""
 
     name: str
@@ -50,7 +50,7 @@ class OneRouter:
     def __init__(self) -> None:
         self.index = ChunkIndex()
         self.peers = PeerRouters(self.index)
-        self.engines = [Engine(name) for name in NAMES]
+        self.engines = [SeenEngine(name) for name in NAMES]
         self.peers.report(self.engines)
 
     def report(self) -> bytes:
@@ -113,7 +113,7 @@ def test_own_reports_come_back_and_count_for_nothing() -> None:
 def test_prompts_that_another_router_sent_are_known() -> None:
     one, other = OneRouter(), OneRouter()
     fleet = routed_engines(2)
-    one.engines.append(Engine(fleet[1].name))
+    one.engines.append(SeenEngine(fleet[1].name))
     one.report()
     policy = PrefillCost(BOUND, other.index)
     policy.order(fleet, RoutingQuery(0, chunks=(9,)))

@@ -21,7 +21,7 @@ def both(name: str, mixing: float | None = None, **changes: Any) -> EngineState:
     return state._replace(**changes)
 
 
-def prefiller(name: str) -> EngineState:
+def prefill_state(name: str) -> EngineState:
     return both(name, role=PREFILL, has_step_limit=False)
 
 
@@ -51,7 +51,7 @@ def test_with_prefill_engines_beside_them_all_engines_of_both_roles_may_decode()
     """And they continue to: no engine prefers prompts again without a need."""
     balancer = RoleBalancer(0.05)
     engines = [
-        prefiller("p"),
+        prefill_state("p"),
         *(both(name, contexts=300_000, own_contexts=300_000) for name in "abcd"),
     ]
     found = [prefillers_of(balancer.update(engines, tick * INTERVAL_S)) for tick in range(8)]

@@ -30,7 +30,7 @@ def configured(digest: str) -> dict[str, Any]:
     return page({"configuration": digest}, compatibility_hash="aa11")
 
 
-def engine(name: str, role: EngineRole, found: object = None, **changes: Any) -> EngineFacts:
+def facts_of(name: str, role: EngineRole, found: object = None, **changes: Any) -> EngineFacts:
     kv = KvFacts() if found is None else parse_kv_facts(found)
     usual: dict[str, Any] = {"source_group": DEFAULT_GROUP, "group": DEFAULT_GROUP, "models": None}
     return EngineFacts(name=name, role=role, kv=kv, **(usual | changes))
@@ -133,9 +133,9 @@ def test_what_is_kept_of_a_page_is_bounded_and_of_one_line() -> None:
 def test_engines_that_differ_have_no_partner_and_one_finding() -> None:
     report = compare_engines(
         [
-            engine("p:1", PREFILL, page()),
-            engine("d:1", DECODE, page({"num_layers": "36"})),
-            engine("d:2", DECODE, page({"num_layers": "36"})),
+            facts_of("p:1", PREFILL, page()),
+            facts_of("d:1", DECODE, page({"num_layers": "36"})),
+            facts_of("d:2", DECODE, page({"num_layers": "36"})),
         ]
     )
     (finding,) = report.findings
@@ -151,9 +151,9 @@ def test_engines_that_differ_have_no_partner_and_one_finding() -> None:
 def test_engine_with_any_partner_is_not_degraded() -> None:
     report = compare_engines(
         [
-            engine("p:1", PREFILL, page()),
-            engine("d:1", DECODE, page()),
-            engine("d:2", DECODE, page({"dtype": "float16"})),
+            facts_of("p:1", PREFILL, page()),
+            facts_of("d:1", DECODE, page()),
+            facts_of("d:2", DECODE, page({"dtype": "float16"})),
         ]
     )
     assert report.reasons == {"d:2": "engines differ: dtype bfloat16 and float16"}
@@ -162,7 +162,7 @@ def test_engine_with_any_partner_is_not_degraded() -> None:
 
 def test_decode_engine_without_connector_is_named_at_both_ends() -> None:
     report = compare_engines(
-        [engine("p:1", PREFILL, page()), engine("d:1", DECODE, NO_CONNECTOR_PAGE)]
+        [facts_of("p:1", PREFILL, page()), facts_of("d:1", DECODE, NO_CONNECTOR_PAGE)]
     )
     (finding,) = report.findings
     assert finding.text == (
@@ -178,9 +178,9 @@ def test_engines_of_other_models_are_no_partners() -> None:
     m, n = frozenset({"m"}), frozenset({"n"})
     report = compare_engines(
         [
-            engine("p:1", PREFILL, models=m),
-            engine("d:1", DECODE, models=n),
-            engine("p:2", PREFILL, models=m | n, source_group="blue"),
+            facts_of("p:1", PREFILL, models=m),
+            facts_of("d:1", DECODE, models=n),
+            facts_of("p:2", PREFILL, models=m | n, source_group="blue"),
         ]
     )
     assert report.reasons == {
@@ -193,8 +193,8 @@ def test_engines_of_other_models_are_no_partners() -> None:
 def test_stock_engine_outside_of_all_groups_is_explained() -> None:
     report = compare_engines(
         [
-            engine("p:1", PREFILL, group="default-aa11"),
-            engine("d:1", DECODE, group=DEFAULT_GROUP),
+            facts_of("p:1", PREFILL, group="default-aa11"),
+            facts_of("d:1", DECODE, group=DEFAULT_GROUP),
         ]
     )
     assert "groups default-aa11 and default" in report.findings[0].text
@@ -202,28 +202,28 @@ def test_stock_engine_outside_of_all_groups_is_explained() -> None:
 
 @pytest.mark.parametrize("role", [PREFILL, DECODE, BOTH])
 def test_role_without_engines_and_lone_engine_are_no_finding(role: EngineRole) -> None:
-    assert compare_engines([engine("e:1", role, page())]) == compare_engines([])
-    assert not compare_engines([engine("e:1", role, NO_CONNECTOR_PAGE)]).findings
+    assert compare_engines([facts_of("e:1", role, page())]) == compare_engines([])
+    assert not compare_engines([facts_of("e:1", role, NO_CONNECTOR_PAGE)]).findings
 
 
 def test_two_engines_of_both_roles_are_partners() -> None:
-    pair = [engine("e:1", BOTH, page()), engine("e:2", BOTH, page())]
+    pair = [facts_of("e:1", BOTH, page()), facts_of("e:2", BOTH, page())]
     assert not compare_engines(pair).reasons
-    differing = [engine("e:1", BOTH, page()), engine("e:2", BOTH, page({"dtype": "x"}))]
+    differing = [facts_of("e:1", BOTH, page()), facts_of("e:2", BOTH, page({"dtype": "x"}))]
     assert set(compare_engines(differing).reasons) == {"e:1", "e:2"}
 
 
 def test_engine_of_both_roles_may_be_alone_in_the_group_that_its_source_names() -> None:
-    green = [engine(f"e:{n}", BOTH, page(), source_group="green") for n in (1, 2)]
-    alone = engine("e:3", BOTH, page(), source_group="blue")
+    green = [facts_of(f"e:{n}", BOTH, page(), source_group="green") for n in (1, 2)]
+    alone = facts_of("e:3", BOTH, page(), source_group="blue")
     assert not compare_engines([*green, alone]).findings
-    half = engine("p:1", PREFILL, page(), source_group="red")
+    half = facts_of("p:1", PREFILL, page(), source_group="red")
     assert compare_engines([*green, alone, half]).reasons.keys() == {"p:1"}
 
 
 def test_leases_that_differ_are_a_note() -> None:
     report = compare_engines(
-        [engine("p:1", PREFILL, page()), engine("d:1", DECODE, page(lease_seconds=600))]
+        [facts_of("p:1", PREFILL, page()), facts_of("d:1", DECODE, page(lease_seconds=600))]
     )
     (finding,) = report.findings
     assert (finding.kind, finding.is_degraded) == (FindingKind.LEASES_DIFFER, False)
@@ -233,7 +233,7 @@ def test_leases_that_differ_are_a_note() -> None:
 
 
 def test_shared_engine_id_is_a_finding_for_each_pair() -> None:
-    pair = [engine("p:1", PREFILL, page()), engine("d:1", DECODE, page())]
+    pair = [facts_of("p:1", PREFILL, page()), facts_of("d:1", DECODE, page())]
     report = compare_engines(pair, {"p:1": ("d:1", "e"), "d:1": ("p:1", "e")})
     (finding,) = report.findings
     assert finding.kind is FindingKind.SHARED_ID
@@ -241,8 +241,8 @@ def test_shared_engine_id_is_a_finding_for_each_pair() -> None:
 
 
 def test_large_fleet_of_two_kinds_is_two_engines() -> None:
-    engines = [engine(f"p:{n}", PREFILL, page()) for n in range(500)]
-    engines += [engine(f"d:{n}", DECODE, page({"dtype": "x"})) for n in range(500)]
+    engines = [facts_of(f"p:{n}", PREFILL, page()) for n in range(500)]
+    engines += [facts_of(f"d:{n}", DECODE, page({"dtype": "x"})) for n in range(500)]
     report = compare_engines(engines)
     assert len(report.findings) == 1
     assert len(report.findings[0].text) < 300
@@ -250,6 +250,6 @@ def test_large_fleet_of_two_kinds_is_two_engines() -> None:
 
 
 def test_more_kinds_than_are_compared_count_as_fitting() -> None:
-    engines = [engine("p:1", PREFILL, page())]
-    engines += [engine(f"d:{n}", DECODE, page({"dtype": str(n)})) for n in range(MAX_KINDS + 1)]
+    engines = [facts_of("p:1", PREFILL, page())]
+    engines += [facts_of(f"d:{n}", DECODE, page({"dtype": str(n)})) for n in range(MAX_KINDS + 1)]
     assert not compare_engines(engines).findings

@@ -285,7 +285,7 @@ async def test_size_of_a_cache_is_read_from_the_identity_page(
     assert router.engine(d).cache_tokens == 0
 
 
-async def ready(router: Router) -> tuple[int, Any]:
+async def prober_problem(router: Router) -> tuple[int, Any]:
     answer = await router.client.get("/ready")
     return answer.status_code, answer.json().get("reasons", {}).get("prober")
 
@@ -298,7 +298,7 @@ async def test_a_router_whose_prober_was_ended_is_not_ready(router: Router) -> N
     task = prober_task()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert await ready(router) == (503, "failed: CancelledError: ")
+    assert await prober_problem(router) == (503, "failed: CancelledError: ")
     assert (await router.complete()).status_code == 200, "engines are asked all the same"
 
 
@@ -311,7 +311,7 @@ async def test_a_router_whose_prober_raised_is_not_ready(
     task = prober_task()
     monkeypatch.setattr(Prober, "_supervise", fails)
     await asyncio.wait([task], timeout=5)
-    assert await ready(router) == (503, "failed: RuntimeError: a bug")
+    assert await prober_problem(router) == (503, "failed: RuntimeError: a bug")
 
 
 async def test_a_probe_task_that_failed_or_was_cancelled_is_restarted(
@@ -339,7 +339,7 @@ async def test_a_stuck_probe_task_is_reported(
         watch.task.cancel()
         watch.task = asyncio.create_task(asyncio.sleep(60))
         watch.probed_at -= 1000
-    status, reason = await ready(router)
+    status, reason = await prober_problem(router)
     assert status == 503
     assert reason.startswith("does not probe 127.0.0.1:")
     for watch in prober._probes.values():

@@ -88,7 +88,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(*sources: FakeSource) -> AsyncIterator[World]:
+async def world_of(*sources: FakeSource) -> AsyncIterator[World]:
     world = World(*sources)
     task = asyncio.create_task(world.registry.run())
     try:
@@ -113,7 +113,7 @@ async def test_first_reports_are_applied_at_once() -> None:
 
 async def test_engines_join_change_leave_and_return() -> None:
     source = FakeSource()
-    async with running(source) as world:
+    async with world_of(source) as world:
         source.lists(listed("a:1"), listed("b:1"))
         await eventually(lambda: world.names == {"a:1", "b:1"})
         a = world.engine("a:1")
@@ -143,7 +143,7 @@ async def test_cache_of_an_unlisted_engine_is_forgotten_unless_it_returns(
 ) -> None:
     monkeypatch.setattr(fleet_module, "MAX_ABSENCE_S", 0.2)
     source = FakeSource(first=SourceReport((listed("a:1"), listed("b:1"))))
-    async with running(source) as world:
+    async with world_of(source) as world:
         source.lists(listed("b:1"))
         await eventually(lambda: world.names == {"b:1"})
         if returns:
@@ -157,7 +157,7 @@ async def test_cache_of_an_unlisted_engine_is_forgotten_unless_it_returns(
 
 async def test_a_leaving_engine_has_limited_time_for_its_legs() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
-    async with running(source) as world:
+    async with world_of(source) as world:
         a = world.engine("a:1")
         a.in_flight = 1
         source.lists()
@@ -173,7 +173,7 @@ async def test_a_leaving_engine_has_limited_time_for_its_legs() -> None:
 
 async def test_a_source_may_list_a_draining_engine() -> None:
     source = FakeSource(first=SourceReport((listed("a:1", intent=Intent.DRAINING),)))
-    async with running(source) as world:
+    async with world_of(source) as world:
         a = world.engine("a:1")
         assert (a.intent, world.fleet.snapshot.any_model) == (Intent.DRAINING, ())
         source.lists(listed("a:1"))
@@ -186,7 +186,7 @@ async def test_a_source_may_list_a_draining_engine() -> None:
 
 async def test_a_new_description_changes_an_engine_in_place() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
-    async with running(source) as world:
+    async with world_of(source) as world:
         a = world.engine("a:1")
         a.health, a.in_flight, a.capabilities.is_identity_known = Health.HEALTHY, 1, True
         source.lists(listed("a:1", weight=3.0, models=frozenset("m")))
@@ -208,7 +208,7 @@ async def test_a_new_description_changes_an_engine_in_place() -> None:
 
 async def test_many_changes_make_one_snapshot_and_no_change_makes_none() -> None:
     source, other = FakeSource(), FakeSource("other")
-    async with running(source, other) as world:
+    async with world_of(source, other) as world:
         many = [listed(f"h:{port}") for port in range(1, 501)]
         source.lists(*many)
         await eventually(lambda: len(world.names) == 500)
@@ -226,7 +226,7 @@ async def test_many_changes_make_one_snapshot_and_no_change_makes_none() -> None
 
 async def test_an_engine_stays_while_any_source_lists_it() -> None:
     one, other = FakeSource("one"), FakeSource("other")
-    async with running(one, other) as world:
+    async with world_of(one, other) as world:
         one.lists(listed("a:1", EngineRole.PREFILL))
         other.lists(listed("a:1", EngineRole.DECODE))
         await eventually(lambda: world.names and world.engine("a:1").role is EngineRole.BOTH)
@@ -238,7 +238,7 @@ async def test_an_engine_stays_while_any_source_lists_it() -> None:
 
 async def test_a_conflict_is_resolved_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     one, other = FakeSource("one"), FakeSource("other")
-    async with running(one, other) as world:
+    async with world_of(one, other) as world:
         one.lists(listed("a:1", group="blue"))
         other.lists(listed("a:1", group="green"))
         await eventually(lambda: "disagree on its group" in caplog.text)
@@ -253,7 +253,7 @@ async def test_a_failing_source_keeps_its_engines_and_is_logged_once(
 ) -> None:
     caplog.set_level("INFO", logger="disagg_router")
     source = FakeSource()
-    async with running(source) as world:
+    async with world_of(source) as world:
         assert world.registry.problems() == {"fake": "has not reported yet"}
         source.lists(listed("a:1"))
         await eventually(lambda: world.names and not world.registry.problems())
@@ -276,7 +276,7 @@ async def test_a_source_that_raises_is_watched_again_without_disturbing_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     dying, other = FakeSource("dying"), FakeSource("other")
-    async with running(dying, other) as world:
+    async with world_of(dying, other) as world:
         dying.lists(listed("a:1"))
         await eventually(lambda: world.names)
         dying.words.put_nowait(RuntimeError("a fault of ours"))
@@ -292,7 +292,7 @@ async def test_an_error_during_reconciliation_is_reported_and_retried(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = FakeSource()
-    async with running(source) as world:
+    async with world_of(source) as world:
         add: Callable[..., Engine] = world.fleet.add
         failures: Sequence[Exception] = [RuntimeError("no")]
 
@@ -312,13 +312,13 @@ async def test_an_error_during_reconciliation_is_reported_and_retried(
 
 async def test_waiting_for_the_first_reports_ends_at_a_timeout() -> None:
     quick, mute = FakeSource("quick"), FakeSource("mute")
-    async with running(quick, mute) as world:
+    async with world_of(quick, mute) as world:
         quick.lists(listed("a:1"))
         await asyncio.wait_for(world.registry.wait_for_sources(0.05), 5)
         assert world.names == {"a:1"}
         mute.fails("cannot tell")
         await asyncio.wait_for(world.registry.wait_for_sources(60), 5)
-    async with running(FakeSource("only")) as world:
+    async with world_of(FakeSource("only")) as world:
         source = world.registry.sources[0].source
         assert isinstance(source, FakeSource)
         source.lists(listed("a:1"))
@@ -328,7 +328,7 @@ async def test_waiting_for_the_first_reports_ends_at_a_timeout() -> None:
 
 async def test_an_ended_source_is_never_outdated() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
-    async with running(source) as world:
+    async with world_of(source) as world:
         standing = world.registry.sources[0]
         told = standing.listed_at
         source.words.put_nowait(None)
@@ -356,7 +356,7 @@ async def test_simultaneous_probe_results_make_one_snapshot() -> None:
 
 async def test_an_engine_with_kv_leases_does_not_leave_yet() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
-    async with running(source) as world:
+    async with world_of(source) as world:
         a = world.engine("a:1")
         a.kv_leases = 1
         source.lists(listed("b:1"))
@@ -369,7 +369,7 @@ async def test_an_engine_with_kv_leases_does_not_leave_yet() -> None:
 
 async def test_overrides_outlive_a_new_listing() -> None:
     source = FakeSource(first=SourceReport((listed("a:1"),)))
-    async with running(source) as world:
+    async with world_of(source) as world:
         a, added = world.engine("a:1"), listed("c:1")
         world.registry.set_overrides(OperatorOverrides((added,), frozenset([a.spec.address])))
         assert (a.intent, world.names) == (Intent.DRAINING, {"a:1", "c:1"}), "at once"
@@ -387,7 +387,7 @@ async def test_overrides_outlive_a_new_listing() -> None:
 async def test_an_error_while_overrides_are_applied_does_not_lose_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async with running(FakeSource(first=SourceReport((listed("a:1"),)))) as world:
+    async with world_of(FakeSource(first=SourceReport((listed("a:1"),)))) as world:
         change_spec = world.fleet.change_spec
 
         def fail(*_: object) -> None:
@@ -403,7 +403,7 @@ async def test_an_error_while_overrides_are_applied_does_not_lose_them(
 
 async def test_all_listings_are_known_when_each_source_has_listed_once() -> None:
     one, other = FakeSource("one"), FakeSource("other")
-    async with running(one, other) as world:
+    async with world_of(one, other) as world:
         one.lists(listed("a:1"))
         other.fails("cannot tell")
         await eventually(lambda: world.names and "other" in world.registry.problems())
@@ -416,7 +416,7 @@ async def test_all_listings_are_known_when_each_source_has_listed_once() -> None
 
 
 async def test_a_registry_without_sources_waits_for_none() -> None:
-    async with running() as world:
+    async with world_of() as world:
         await asyncio.wait_for(world.registry.wait_for_sources(60), 5)
         world.registry.set_overrides(OperatorOverrides((listed("a:1"),)))
         assert world.names == {"a:1"}

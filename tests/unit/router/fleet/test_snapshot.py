@@ -25,7 +25,7 @@ from router.settings import Address
 MODELS = ("a", "b")
 
 
-def engine(port: int, role: EngineRole, **state: Any) -> Engine:
+def engine_at(port: int, role: EngineRole, **state: Any) -> Engine:
     models, group = state.pop("models", frozenset()), state.pop("group", "g")
     spec = EngineSpec(role, Address("h", port), group=group, weight=state.pop("weight", 1.0))
     circuit = state.pop("circuit", CircuitState.CLOSED)
@@ -50,7 +50,7 @@ ENGINES = st.lists(
         }
     ),
     max_size=7,
-).map(lambda drawn: [engine(port, **state) for port, state in enumerate(drawn)])
+).map(lambda drawn: [engine_at(port, **state) for port, state in enumerate(drawn)])
 
 
 def of_role(engines: Sequence[Engine], role: EngineRole) -> list[Engine]:
@@ -84,8 +84,8 @@ def test_a_role_is_empty_only_without_any_usable_engine(
 
 
 def test_group_of_unknown_models_serves_any_model_that_no_other_group_serves() -> None:
-    silent = engine(1, EngineRole.DECODE, group="h")
-    named = engine(2, EngineRole.DECODE, models=frozenset("a"))
+    silent = engine_at(1, EngineRole.DECODE, group="h")
+    named = engine_at(2, EngineRole.DECODE, models=frozenset("a"))
     snapshot = build_snapshot([silent, named])
     assert snapshot.pools("a")[0].decoders == (named,)
     assert snapshot.pools("nobody's")[0].decoders == (silent,)
@@ -109,7 +109,7 @@ def test_group_of_unknown_models_serves_any_model_that_no_other_group_serves() -
 def test_default_model_is_the_first_name_that_all_engines_have(
     served: tuple[str, ...], default: str | None
 ) -> None:
-    engines = [engine(port, EngineRole.BOTH) for port, _ in enumerate(served)]
+    engines = [engine_at(port, EngineRole.BOTH) for port, _ in enumerate(served)]
     for one, names in zip(engines, served, strict=True):
         if names:
             one.take_models(frozenset(names), base_models=tuple(names))
@@ -117,7 +117,7 @@ def test_default_model_is_the_first_name_that_all_engines_have(
 
 
 def test_several_models_of_one_engine_have_no_default_but_adapters_do_not_count() -> None:
-    one = engine(1, EngineRole.BOTH)
+    one = engine_at(1, EngineRole.BOTH)
     one.take_models(frozenset("ab"), adapters=frozenset("b"))
     assert build_snapshot([one]).default_model == "a"
     one.take_models(frozenset("ab"))
@@ -125,16 +125,16 @@ def test_several_models_of_one_engine_have_no_default_but_adapters_do_not_count(
 
 
 def test_a_draining_engine_gets_nothing_new_even_if_it_is_the_last() -> None:
-    last = engine(1, EngineRole.BOTH, intent=Intent.DRAINING, models=frozenset("a"))
+    last = engine_at(1, EngineRole.BOTH, intent=Intent.DRAINING, models=frozenset("a"))
     assert build_snapshot([last]).pools("a") == build_snapshot([last]).pools(None) == ()
 
 
 def test_groups_are_separate_and_weigh_as_much_as_their_decoders() -> None:
     engines = [
-        engine(1, EngineRole.PREFILL, weight=9.0),
-        engine(2, EngineRole.DECODE, weight=2.0),
-        engine(3, EngineRole.DECODE, weight=3.0),
-        engine(4, EngineRole.PREFILL, group="h", weight=4.0),
+        engine_at(1, EngineRole.PREFILL, weight=9.0),
+        engine_at(2, EngineRole.DECODE, weight=2.0),
+        engine_at(3, EngineRole.DECODE, weight=3.0),
+        engine_at(4, EngineRole.PREFILL, group="h", weight=4.0),
     ]
     one, other = build_snapshot(engines).pools(None)
     assert (one.group, one.weight, other.group, other.weight) == ("g", 5.0, "h", 4.0)
@@ -143,7 +143,11 @@ def test_groups_are_separate_and_weigh_as_much_as_their_decoders() -> None:
 
 
 def test_no_tuple_keeps_a_removed_engine() -> None:
-    members, one, other = EngineTuples(), engine(1, EngineRole.DECODE), engine(2, EngineRole.DECODE)
+    members, one, other = (
+        EngineTuples(),
+        engine_at(1, EngineRole.DECODE),
+        engine_at(2, EngineRole.DECODE),
+    )
     members.renew([one, other])
     both, alone = members.get([one, other]), members.get([other])
     members.renew([other])
@@ -153,8 +157,8 @@ def test_no_tuple_keeps_a_removed_engine() -> None:
 
 def test_a_half_open_engine_is_available_until_its_trial_starts() -> None:
     closed, trying = (
-        engine(1, EngineRole.DECODE),
-        engine(2, EngineRole.DECODE, circuit=CircuitState.HALF_OPEN),
+        engine_at(1, EngineRole.DECODE),
+        engine_at(2, EngineRole.DECODE, circuit=CircuitState.HALF_OPEN),
     )
     assert set(build_snapshot([closed, trying]).pools(None)[0].decoders) == {closed, trying}
     trying.breaker.trial = object()

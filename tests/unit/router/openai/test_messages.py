@@ -36,13 +36,13 @@ USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
 PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}
 
 
-def chat(**fields: Any) -> dict[str, Any]:
+def chat_of(**fields: Any) -> dict[str, Any]:
     return chat_from_messages(ASKED | fields, set(), ())
 
 
 def test_a_plain_message_is_a_plain_chat() -> None:
-    assert chat() == ASKED
-    assert chat(temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["a"], stream=True) == {
+    assert chat_of() == ASKED
+    assert chat_of(temperature=0.5, top_p=0.9, top_k=3, stop_sequences=["a"], stream=True) == {
         **ASKED,
         "temperature": 0.5,
         "top_p": 0.9,
@@ -55,7 +55,7 @@ def test_a_plain_message_is_a_plain_chat() -> None:
 
 @pytest.mark.parametrize("system", ["be kind", [{"type": "text", "text": "be kind"}]])
 def test_a_system_prompt_comes_first(system: object) -> None:
-    assert chat(system=system)["messages"] == [{"role": "system", "content": "be kind"}, HI]
+    assert chat_of(system=system)["messages"] == [{"role": "system", "content": "be kind"}, HI]
 
 
 def test_tools_and_what_they_said_are_told() -> None:
@@ -84,7 +84,7 @@ def test_tools_and_what_they_said_are_told() -> None:
             ],
         },
     ]
-    given = chat(messages=said, tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"})
+    given = chat_of(messages=said, tools=[WEATHER], tool_choice={"type": "tool", "name": "weather"})
     call = {
         "id": "t1",
         "type": "function",
@@ -119,7 +119,7 @@ def test_thinking_goes_along_as_reasoning(
     traces: list[dict[str, Any]], expected: dict[str, str]
 ) -> None:
     content = [*traces, {"type": "text", "text": "yes"}]
-    given = chat(messages=[HI, {"role": "assistant", "content": content}, HI])
+    given = chat_of(messages=[HI, {"role": "assistant", "content": content}, HI])
     assert given["messages"][1] == {"role": "assistant", "content": "yes", **expected}
 
 
@@ -127,14 +127,16 @@ def test_thinking_goes_along_as_reasoning(
     ("choice", "expected"), [("auto", "auto"), ("any", "required"), ("none", "none")]
 )
 def test_a_choice_of_tools_has_another_name(choice: str, expected: str) -> None:
-    given = chat(tools=[WEATHER], tool_choice={"type": choice, "disable_parallel_tool_use": True})
+    given = chat_of(
+        tools=[WEATHER], tool_choice={"type": choice, "disable_parallel_tool_use": True}
+    )
     assert (given["tool_choice"], given["parallel_tool_calls"]) == (expected, False)
 
 
 def test_an_image_is_passed_as_chats_have_it() -> None:
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     content = [{"type": "text", "text": "what?"}, {"type": "image", "source": source}]
-    assert chat(messages=[{"role": "user", "content": content}])["messages"][0]["content"] == [
+    assert chat_of(messages=[{"role": "user", "content": content}])["messages"][0]["content"] == [
         {"type": "text", "text": "what?"},
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
     ]
@@ -192,7 +194,7 @@ def test_what_is_not_known_is_refused_by_name(
     fields: dict[str, Any], where: str, what: str
 ) -> None:
     with pytest.raises(BadRequestError, match=what.strip("'")) as refused:
-        chat(**fields)
+        chat_of(**fields)
     assert refused.value.param == where
 
 
@@ -210,20 +212,20 @@ HINTS = {
 
 
 def test_hints_to_anthropic_do_not_reach_engines() -> None:
-    assert chat(**HINTS) == ASKED
+    assert chat_of(**HINTS) == ASKED
     count = count_request_from_messages({**HINTS, "model": "m", "messages": [HI]}, set(), ())
     assert count == {"model": "m", "messages": [HI]}
 
 
 @pytest.mark.parametrize("role", ["ctx", "msg"])
 def test_other_roles_of_vllm_are_the_users(role: str) -> None:
-    assert chat(messages=[{"role": role, "content": "hi"}])["messages"] == [HI]
+    assert chat_of(messages=[{"role": role, "content": "hi"}])["messages"] == [HI]
 
 
 @pytest.mark.parametrize("given", [{}, None])
 def test_a_call_without_input_has_an_empty_object(given: object) -> None:
     said = [HI, {"role": "assistant", "content": [{**USE, "input": given}]}]
-    message = chat(messages=said)["messages"][1]
+    message = chat_of(messages=said)["messages"][1]
     assert message["tool_calls"][0]["function"]["arguments"] == "{}"
 
 
@@ -258,7 +260,7 @@ def test_system_messages_may_add_and_remove_tools() -> None:
         assert not left_out
     for wrong in ({}, {"type": "tool_definition"}, {"name": 7}):
         with pytest.raises(BadRequestError):
-            chat(messages=[HI, change("addition", wrong)])
+            chat_of(messages=[HI, change("addition", wrong)])
 
 
 def test_unknown_blocks_are_left_out_of_the_history() -> None:
@@ -292,10 +294,10 @@ def test_blocks_with_texts_become_texts() -> None:
         {"type": "document", "source": {"type": "content", "content": [text]}},
         {"type": "search_result", "title": "c", "source": "http://x", "content": [text]},
     ]
-    told = chat(messages=[{"role": "user", "content": blocks}])["messages"]
+    told = chat_of(messages=[{"role": "user", "content": blocks}])["messages"]
     assert told == [{"role": "user", "content": "t\na\nb\nc\nhttp://x\nb"}]
     summary = [HI, {"role": "assistant", "content": [{"type": "compaction", "content": "so far"}]}]
-    assert chat(messages=summary)["messages"][1]["content"] == "so far"
+    assert chat_of(messages=summary)["messages"][1]["content"] == "so far"
 
 
 def test_a_tool_result_says_what_the_model_cannot_see() -> None:
@@ -308,7 +310,7 @@ def test_a_tool_result_says_what_the_model_cannot_see() -> None:
     ]
     result = {"type": "tool_result", "tool_use_id": "t1", "content": parts}
     said = [HI, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [result]}]
-    assert chat(messages=said)["messages"][2]["content"].splitlines() == [
+    assert chat_of(messages=said)["messages"][2]["content"].splitlines() == [
         "The tool weather is available.",
         "a",
         "[content of type 'document' cannot be shown]",
@@ -325,7 +327,7 @@ def test_system_messages_come_first_and_turns_are_merged() -> None:
         {"role": "assistant", "content": [USE]}, inline,
         {"role": "user", "content": [result, {"type": "text", "text": "go"}]},
     ]  # fmt: skip
-    told = chat(system="be kind", messages=said)["messages"]
+    told = chat_of(system="be kind", messages=said)["messages"]
     assert [message["role"] for message in told] == ["system", "user", "assistant", "tool", "user"]
     assert [told[at]["content"] for at in (0, 1, 3, 4)] == [
         "be kind\n\nfirst", "hi\n\nhi", "sunny", "now\n\ngo"
@@ -341,7 +343,7 @@ def test_system_messages_come_first_and_turns_are_merged() -> None:
 )
 def test_an_output_schema_is_passed_as_chats_have_it(fields: dict[str, Any]) -> None:
     schema = {"name": "output", "schema": {"type": "object"}}
-    assert chat(**fields)["response_format"] == {"type": "json_schema", "json_schema": schema}
+    assert chat_of(**fields)["response_format"] == {"type": "json_schema", "json_schema": schema}
 
 
 JSON = st.recursive(
@@ -690,7 +692,7 @@ async def test_answer_that_ends_for_a_repetition_is_one(
 def test_thinking_is_configured_as_vllm_does(
     thinking: dict[str, Any], sent: dict[str, Any]
 ) -> None:
-    given = chat(thinking=thinking, max_tokens=6)
+    given = chat_of(thinking=thinking, max_tokens=6)
     assert {name: given[name] for name in given if "think" in name or "effort" in name} == sent
 
 
@@ -706,7 +708,7 @@ def test_thinking_is_configured_as_vllm_does(
 )
 def test_invalid_configuration_of_thinking_is_refused(thinking: object) -> None:
     with pytest.raises(BadRequestError, match="thinking"):
-        chat(thinking=thinking, max_tokens=6)
+        chat_of(thinking=thinking, max_tokens=6)
 
 
 async def test_tokens_that_an_engine_has_cached_are_reported(router: Router, d: MockEngine) -> None:

@@ -58,18 +58,18 @@ def calling(*names: str, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": None, **fields, "tool_calls": calls}
 
 
-def chat(**fields: Any) -> dict[str, Any]:
+def chat_of(**fields: Any) -> dict[str, Any]:
     return chat_from_response(ASKED | fields, [], set()).chat
 
 
 def test_a_text_is_a_users_message() -> None:
-    assert chat() == {"model": "m", "messages": [HI]}
+    assert chat_of() == {"model": "m", "messages": [HI]}
 
 
 def test_what_a_response_asks_for_a_chat_asks_for() -> None:
     schema = {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
-    given = chat(
+    given = chat_of(
         instructions="be kind",
         max_output_tokens=5,
         temperature=0.5,
@@ -141,7 +141,7 @@ def test_items_become_messages() -> None:
         for name in ("c1", "c2")
     ]
     image = {"type": "image_url", "image_url": {"url": "http://x/y.png", "detail": "low"}}
-    assert chat(input=items)["messages"] == [
+    assert chat_of(input=items)["messages"] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": [{"type": "text", "text": "what?"}, image]},
         {"role": "assistant", "content": "I look", "tool_calls": calls},
@@ -170,11 +170,11 @@ NAMESPACES = [
 )  # fmt: skip
 def test_tool_of_a_namespace_can_be_chosen(reference: dict[str, Any], name: str) -> None:
     tools = [*NAMESPACES, FUNCTION]
-    given = chat(tools=tools, tool_choice={"type": "function", **reference})
+    given = chat_of(tools=tools, tool_choice={"type": "function", **reference})
     assert given["tool_choice"]["function"]["name"] == name
     allowed = {"type": "function", **reference}
     choice = {"type": "allowed_tools", "mode": "auto", "tools": [allowed]}
-    given = chat(tools=tools, tool_choice=choice)
+    given = chat_of(tools=tools, tool_choice=choice)
     assert [tool["function"]["name"] for tool in given["tools"]] == [name]
 
 
@@ -269,7 +269,7 @@ def test_tools_that_items_add_are_tools_of_the_chat() -> None:
     added = {"type": "additional_tools", "role": "developer", "tools": [other, CODEX_TOOLS[0]]}
     items = [{"role": "user", "content": "hi"}, added]
     for tools in ([FUNCTION], [], None):
-        given = chat(input=items, tools=tools)
+        given = chat_of(input=items, tools=tools)
         names = [tool["function"]["name"] for tool in given["tools"]]
         assert names == (["f", "g"] if tools else ["g"])
         assert given["messages"] == [HI]
@@ -277,21 +277,21 @@ def test_tools_that_items_add_are_tools_of_the_chat() -> None:
 
 def test_only_allowed_tools_reach_the_engine() -> None:
     other = {**FUNCTION, "name": "g"}
-    given = chat(**allowing("g", mode="required") | {"tools": [FUNCTION, other, *CODEX_TOOLS]})
+    given = chat_of(**allowing("g", mode="required") | {"tools": [FUNCTION, other, *CODEX_TOOLS]})
     assert [tool["function"]["name"] for tool in given["tools"]] == ["g"]
     assert given["tool_choice"] == "required"
-    none_left = chat(**allowing())
+    none_left = chat_of(**allowing())
     assert "tools" not in none_left
     assert "tool_choice" not in none_left
 
 
 def test_a_prompt_may_be_shortened_but_is_not() -> None:
-    assert chat(truncation="auto") == chat()
+    assert chat_of(truncation="auto") == chat_of()
 
 
 def test_fields_that_are_for_openai_do_not_reach_engines() -> None:
-    given = chat(client_metadata={"a": "b"}, context_management=[], moderation={}, store=False)
-    assert given == chat()
+    given = chat_of(client_metadata={"a": "b"}, context_management=[], moderation={}, store=False)
+    assert given == chat_of()
 
 
 def test_calls_of_other_tools_in_the_history_become_calls_of_functions() -> None:
@@ -329,7 +329,7 @@ def test_instructions_and_developer_items_become_one_system_message() -> None:
         {"role": "user", "content": "hi"},
         {"role": "developer", "content": "be quick"},
     ]
-    assert chat(instructions="be kind", input=items)["messages"] == [
+    assert chat_of(instructions="be kind", input=items)["messages"] == [
         {"role": "system", "content": "be kind\n\nbe short\n\nbe honest"},
         {"role": "user", "content": "context\n\nhi\n\nbe quick"},
     ]
@@ -342,7 +342,7 @@ def test_items_of_one_answer_in_any_order_become_one_message_with_the_calls_last
     output = {"type": "function_call_output", "call_id": "c1", "output": "1"}
     said = calling("c1", content="I look", reasoning="hm")
     for items in ([trace, call, text], [trace, text, call], [text, trace, call]):
-        messages = chat(input=[*items, output])["messages"]
+        messages = chat_of(input=[*items, output])["messages"]
         assert messages == [said, {"role": "tool", "tool_call_id": "c1", "content": "1"}]
 
 
@@ -357,7 +357,7 @@ def test_items_of_one_answer_in_any_order_become_one_message_with_the_calls_last
 def test_reasoning_goes_along(trace: dict[str, Any], text: str | None) -> None:
     answer = {"role": "assistant", "content": "yes"}
     items = [{"role": "user", "content": "hi"}, {"type": "reasoning", **trace}, answer]
-    _, said = chat(input=items)["messages"]
+    _, said = chat_of(input=items)["messages"]
     assert said == (answer if text is None else answer | {"reasoning": text})
 
 
@@ -371,7 +371,7 @@ def test_images_of_a_result_become_the_users() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": output},
         {"type": "function_call_output", "call_id": "c2", "output": "two"},
     ]
-    assert chat(input=items)["messages"] == [
+    assert chat_of(input=items)["messages"] == [
         calling("c1", "c2"),
         {"role": "tool", "tool_call_id": "c1", "content": "one"},
         {"role": "tool", "tool_call_id": "c2", "content": "two"},
@@ -423,7 +423,7 @@ def test_what_is_not_known_is_refused_by_name(
     fields: dict[str, Any], where: str, what: str
 ) -> None:
     with pytest.raises(BadRequestError, match=what) as refused:
-        chat(**fields)
+        chat_of(**fields)
     assert refused.value.param == where
 
 
@@ -450,7 +450,7 @@ FIELDS = st.sampled_from(
 @given(st.dictionaries(FIELDS, JSON))
 def test_any_json_is_translated_or_refused(fields: dict[str, Any]) -> None:
     with contextlib.suppress(BadRequestError):
-        chat(**fields)
+        chat_of(**fields)
 
 
 # Through the router.
@@ -880,7 +880,7 @@ def test_strange_logprobs_break_nothing(content: list[Any], text: str, reasoning
 
 
 def test_top_logprobs_alone_are_not_asked_of_the_engine() -> None:
-    assert chat(top_logprobs=2) == chat()
+    assert chat_of(top_logprobs=2) == chat_of()
 
 
 # What is kept.

@@ -20,21 +20,23 @@ PATHS = pytest.mark.parametrize("path", BODIES)
 CHOICE = b'{"choices": [{"index": 0, "delta": {"content": "%b"}%b}]%b}'
 
 
-def said(text: bytes = b" brave", choice: bytes = b"", head: bytes = b"") -> bytes:
+def an_event(text: bytes = b" brave", choice: bytes = b"", head: bytes = b"") -> bytes:
     return CHOICE % (text, choice, head)
 
 
 LOGPROBS = b', "logprobs": {"content": [{"token": " brave", "logprob": %b, "top_logprobs": []}]}'
 ODD: dict[str, tuple[bytes, str]] = {
-    "NaN": (said(choice=LOGPROBS % b"NaN"), " brave"),
-    "an infinite number": (said(choice=LOGPROBS % b"-Infinity"), " brave"),
-    "half a surrogate pair": (said(rb" br\ud83dave"), " br\ufffdave"),
-    "the other half": (said(rb" br\\\udc00ave"), " br\\\ufffdave"),
-    "an escaped backslash": (said(rb" \\ud83d\ud83d\ude00", b', "x": NaN'), r" \ud83d😀"),
-    "no UTF-8": (said(b" br\xff\xc3ave"), " br\ufffd\ufffdave"),
-    "a control character": (said(b" br\tave"), " br\tave"),
-    "large numbers": (said(head=b', "created": 1e999, "x": [%b, NaN]' % (b"7" * 5000)), " brave"),
-    "a key twice": (b'{"choices": [], %b' % said()[1:], " brave"),
+    "NaN": (an_event(choice=LOGPROBS % b"NaN"), " brave"),
+    "an infinite number": (an_event(choice=LOGPROBS % b"-Infinity"), " brave"),
+    "half a surrogate pair": (an_event(rb" br\ud83dave"), " br\ufffdave"),
+    "the other half": (an_event(rb" br\\\udc00ave"), " br\\\ufffdave"),
+    "an escaped backslash": (an_event(rb" \\ud83d\ud83d\ude00", b', "x": NaN'), r" \ud83d😀"),
+    "no UTF-8": (an_event(b" br\xff\xc3ave"), " br\ufffd\ufffdave"),
+    "a control character": (an_event(b" br\tave"), " br\tave"),
+    "large numbers": (
+        an_event(head=b', "created": 1e999, "x": [%b, NaN]' % (b"7" * 5000)), " brave"
+    ),
+    "a key twice": (b'{"choices": [], %b' % an_event()[1:], " brave"),
     "no index": (b'{"choices": [{"delta": {"content": " brave"}}]}', " brave"),
     "a null index": (b'{"choices": [null, {"index": null, "delta": {"content": "x"}}]}', "x"),
 }  # fmt: skip
@@ -44,7 +46,7 @@ UNREADABLE: dict[str, bytes] = {
     "a text": b'" brave"',
     "a number": b"7",
     "no JSON": b"brave",
-    "cut JSON": said()[:-4],
+    "cut JSON": an_event()[:-4],
     "choices that are an object": b'{"choices": {"0": {"delta": {"content": "brave"}}}}',
     "choices that are texts": b'{"choices": ["brave"]}',
     "a delta that is a text": b'{"choices": [{"delta": "brave"}]}',
@@ -57,7 +59,7 @@ def sse(data: bytes) -> bytes:
     return b"data: %b\n\n" % data
 
 
-FIRST, LAST = sse(said(b"Hello")), sse(said(b" world", b', "finish_reason": "stop"'))
+FIRST, LAST = sse(an_event(b"Hello")), sse(an_event(b" world", b', "finish_reason": "stop"'))
 
 
 def text_in(events: list[dict[str, Any]]) -> str:
@@ -127,7 +129,7 @@ async def test_unreadable_event_ends_a_stream_that_has_begun_with_an_error(
     async def breaks(request: Received, peer: Peer) -> None:
         await peer.send(STREAM_HEAD + chunk(FIRST))
         await is_seen.wait()
-        rest = sse(said(b" dear")) + sse(data)
+        rest = sse(an_event(b" dear")) + sse(data)
         await peer.send(chunk(rest + LAST + DONE if is_last else rest))
         if not is_last:
             await peer.wait_left()

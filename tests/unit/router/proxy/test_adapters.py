@@ -19,12 +19,6 @@ ADAPTERS = ["sql", "poems", "law", "names"]
 
 
 @pytest.fixture
-async def ps() -> AsyncIterator[list[MockEngine]]:
-    async with running_engines(usual_prefill, 4) as engines:
-        yield engines
-
-
-@pytest.fixture
 async def ds() -> AsyncIterator[list[MockEngine]]:
     async with running_engines(usual_decode, 4) as engines:
         yield engines
@@ -41,7 +35,7 @@ async def started(
     return router
 
 
-async def ask(router: Router, adapter: str, prompt: str) -> None:
+async def ask_for(router: Router, adapter: str, prompt: str) -> None:
     assert (await router.complete(model=adapter, prompt=prompt)).status_code == 200
 
 
@@ -64,7 +58,7 @@ async def test_new_prompts_go_where_their_adapter_is_loaded(
     router = await started(start_router, ps, ds, prefill_policy=policy)
     for turn in range(6):
         for adapter in ADAPTERS:
-            await ask(router, adapter, f"{turn} {adapter} question".ljust(size, "."))
+            await ask_for(router, adapter, f"{turn} {adapter} question".ljust(size, "."))
     for engines in (ps, ds):
         for adapter in ADAPTERS:
             homes = engines_of(engines, adapter)
@@ -81,7 +75,7 @@ async def test_a_busy_engine_with_the_adapter_gives_way_to_idle_ones(
         engine.usual = answer_after(release, usual_prefill)
     running = []
     for number in range(4):
-        running.append(asyncio.create_task(ask(router, "sql", f"{number} {LONG}")))
+        running.append(asyncio.create_task(ask_for(router, "sql", f"{number} {LONG}")))
         await eventually(lambda: sum(len(p.requests) for p in ps) == len(running))
     assert sorted(engines_of(ps, "sql")) == [0, 1, 2, 3]
     release.set()
@@ -101,7 +95,7 @@ async def test_equal_prompts_of_two_adapters_are_two_prompts(
     for engine in ps:
         engine.usual = look
     for adapter in ("sql", "poems", "m", "sql", "poems", "m"):
-        await ask(router, adapter, LONG)
+        await ask_for(router, adapter, LONG)
     whole = len(LONG) // 4 // TOKENS_PER_CHUNK * TOKENS_PER_CHUNK
     assert min(seen[:3]) > whole, "none was there before"
     assert [before - after for before, after in zip(seen[:3], seen[3:], strict=True)] == [whole] * 3
@@ -118,7 +112,7 @@ async def test_answers_without_cached_tokens_do_not_end_the_memory_of_an_adapter
         engine.usual = computes_all
     router = await started(start_router, ps, ds)
     for number in range(6):
-        await ask(router, "sql", f"{number} {LONG}")
+        await ask_for(router, "sql", f"{number} {LONG}")
     assert len({*engines_of(ps, "sql")}) == 1
 
 

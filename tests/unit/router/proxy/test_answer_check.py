@@ -20,10 +20,10 @@ from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering
 from tests.unit.router.mock_engine import event
-from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, said
+from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, choice_of
 
-SECOND_ROLE = said(index=1, delta={"role": "assistant", "content": ""}, finish_reason=None)
-TEXT = said(delta={"content": "a"}, finish_reason=None)
+SECOND_ROLE = choice_of(index=1, delta={"role": "assistant", "content": ""}, finish_reason=None)
+TEXT = choice_of(delta={"content": "a"}, finish_reason=None)
 
 
 class Wire:
@@ -84,7 +84,7 @@ async def test_the_first_text_holds_nothing_up(start: bytes) -> None:
     assert await verdict([*in_bytes(start + TEXT), CHAT_END]) == (False, start + TEXT)
 
 
-@pytest.mark.parametrize("first", [event("a"), with_crlf(TEXT), said(text="", token_ids=[1])])
+@pytest.mark.parametrize("first", [event("a"), with_crlf(TEXT), choice_of(text="", token_ids=[1])])
 async def test_what_is_part_of_an_answer_is_passed_at_once(first: bytes) -> None:
     assert await verdict([first, CHAT_END]) == (False, first)
 
@@ -115,8 +115,8 @@ FAILED_LATER = [
     IN_LINES,
     ABORT_IN_LINES,
     TEXT_END,
-    said(text="b", finish_reason="error"),
-    said(text="", finish_reason="cache_threshold"),
+    choice_of(text="b", finish_reason="error"),
+    choice_of(text="", finish_reason="cache_threshold"),
     b'data: {"error": {"message": "CUDA died", "code": 500}}\n\n',
     b'event: error\ndata: {"object": "error", "message": "CUDA died", "code": 500}\n\n',
 ]
@@ -207,8 +207,8 @@ async def test_a_first_failure_in_several_lines_of_data_is_seen(
         (TEXT + b"data: [DONE]", True),
         (TEXT + b"data:[DONE]", True),
         (TEXT + event("data: [DONE]")[:-9], False),
-        (TEXT + said(text="", finish_reason="stop"), True),
-        (TEXT + said(text="", finish_reason="a reason of next year"), True),
+        (TEXT + choice_of(text="", finish_reason="stop"), True),
+        (TEXT + choice_of(text="", finish_reason="a reason of next year"), True),
     ],
 )
 def test_a_stream_has_an_end(events: bytes, is_whole: bool) -> None:
@@ -218,7 +218,7 @@ def test_a_stream_has_an_end(events: bytes, is_whole: bool) -> None:
     assert (ending.last if is_whole else passed) == (events if is_whole else TEXT)
 
 
-STOP = said(text="", finish_reason="stop")
+STOP = choice_of(text="", finish_reason="stop")
 USAGE = b'data: {"choices": [], "usage": {"prompt_tokens": 1}}'
 
 

@@ -21,7 +21,7 @@ from router.routing.local_prefill import MAX_TRIALS
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, prefilling
-from tests.unit.router.conversations.test_releases import CAPABLE, given_back, told
+from tests.unit.router.conversations.test_releases import CAPABLE, given_back, knows_release
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.engine_scripts import answering, usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually
@@ -116,7 +116,7 @@ class Both(NamedTuple):
 
         for mock, engine in zip((self.p, self.other), self.engines, strict=True):
             mock.usual, mock.identity = retaining, {**CAPABLE, "ranks": [RANK]}
-            await told(engine)
+            await knows_release(engine)
 
     async def prompt(self, text: str = PROMPT, name: str = "a") -> tuple[int, int]:
         """Send a prompt; return how many requests each engine got for it."""

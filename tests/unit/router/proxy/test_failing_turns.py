@@ -13,7 +13,7 @@ from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, S
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, decoding, delta, prefilling, sse
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
-from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, told
+from tests.unit.router.conversations.test_releases import CAPABLE, PAGE, given_back, knows_release
 from tests.unit.router.conversations.test_turns import AGAIN, ASKED, chat, turns
 from tests.unit.router.engine_scripts import answering, hanging, raw, reset
 from tests.unit.router.harness import Router, post
@@ -22,7 +22,7 @@ from tests.unit.router.proxy.failing import FAULTS, LIMITS, two_of
 
 
 @pytest.fixture(autouse=True)
-def engines(p: MockEngine, d: MockEngine) -> None:
+def retaining_engines(p: MockEngine, d: MockEngine) -> None:
     p.usual, d.usual = prefilling(), decoding()
     d.identity = CAPABLE
 
@@ -37,7 +37,7 @@ async def last_turn(router: Router) -> None:
     await chat(router, ASKED)
     await router.settled()
     for engine in router.gateway.fleet.usable_engines(EngineRole.DECODE):
-        await told(engine)
+        await knows_release(engine)
 
 
 async def next_turn(router: Router, status: int = 200, **fields: Any) -> None:

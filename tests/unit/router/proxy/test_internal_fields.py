@@ -85,7 +85,7 @@ async def test_no_internal_field_of_a_client_reaches_an_engine(
 async def test_no_internal_field_of_a_form_reaches_an_engine(
     router: Router, d: MockEngine, name: str, is_first: bool
 ) -> None:
-    d.usual = answering(False, {"text": "a"})
+    d.usual = replying(False, {"text": "a"})
     value = json.dumps({"bootstrap_host": EVIL})
     parts: dict[str, Any] = {name: (None, value), "model": (None, "m"), "file": ("a", b"RIFF")}
     if not is_first:
@@ -100,7 +100,7 @@ async def test_no_internal_field_of_a_form_reaches_an_engine(
 
 
 async def test_harmless_engine_arguments_of_a_form_pass(router: Router, d: MockEngine) -> None:
-    d.usual = answering(False, {"text": "a"})
+    d.usual = replying(False, {"text": "a"})
     parts = {"model": (None, "m"), "vllm_xargs": (None, '{"a": 1}')}
     await router.client.post(AUDIO, files=parts)
     assert b'{"a": 1}' in d.last.body
@@ -119,7 +119,7 @@ async def test_routing_headers_pass_only_from_trusted_clients(
         assert found == ({h.lower() for h in ROUTING_HEADERS} if is_trusted else set())
 
 
-def answering(stream: bool, content: dict[str, Any], status: int = 200) -> Any:
+def replying(stream: bool, content: dict[str, Any], status: int = 200) -> Any:
     async def script(_: Received, peer: Peer) -> None:
         if stream:
             await peer.stream(event("a"), b"data: %b\n\n" % json.dumps(content).encode(), DONE)
@@ -139,7 +139,7 @@ async def test_no_internal_field_of_an_engine_reaches_a_client(
     router: Router, d: MockEngine, fields: dict[str, Any], stream: bool
 ) -> None:
     for name in FIELDS:
-        d.usual = answering(
+        d.usual = replying(
             stream, {"id": "1", "choices": [CHOICE | {name: NAMED}], "usage": {}, name: NAMED}
         )
         answer = await router.complete(stream=stream, **fields)
@@ -167,7 +167,7 @@ async def test_no_internal_field_reaches_a_client_from_any_place(
     asked = {"model": "m", "prompt": "a", "input": "a", "stream": stream}
     for name, place in product([FIELDS[0], FIELDS[1], *OTHER_FIELDS], PLACES):
         written = json.dumps({"choices": [CHOICE], "data": []} | PLACES[place])
-        d.usual = answering(stream, json.loads(written.replace("FIELD", name)))
+        d.usual = replying(stream, json.loads(written.replace("FIELD", name)))
         answer = await router.client.post(path, json=asked)
         assert answer.status_code == 200, (name, place)
         assert EVIL not in answer.text, (name, place)
@@ -191,7 +191,7 @@ async def test_no_internal_field_of_a_passed_answer_or_an_error_reaches_a_client
     router: Router, d: MockEngine, status: int
 ) -> None:
     error = {"message": "m", "input": {"ec_transfer_params": NAMED}}
-    d.usual = answering(False, {"data": [], "kv_transfer_params": NAMED, "error": error}, status)
+    d.usual = replying(False, {"data": [], "kv_transfer_params": NAMED, "error": error}, status)
     path = "/v1/embeddings" if status == 200 else "/v1/completions"
     answer = await router.client.post(path, json={"input": "a", "prompt": "a"})
     assert EVIL not in answer.text
@@ -215,7 +215,7 @@ async def test_error_that_quotes_params_is_not_shown(
 ) -> None:
     """vLLM quotes an invalid request, to which the router has added its params."""
     message = f"1 validation error: 'input': {{'kv_transfer_params': {NAMED!r}}}"
-    p.usual = d.usual = answering(False, {"error": {"message": message}}, status)
+    p.usual = d.usual = replying(False, {"error": {"message": message}}, status)
     answer = await router.client.post(path, json=BODIES[path])
     assert answer.status_code == (400 if status == 400 else 502)
     assert EVIL not in answer.text
@@ -226,7 +226,7 @@ async def test_trusted_client_sees_the_params_of_its_answer(
     start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(trust_client_kv_params=True)
-    d.usual = answering(False, {"choices": [CHOICE], "kv_transfer_params": NAMED})
+    d.usual = replying(False, {"choices": [CHOICE], "kv_transfer_params": NAMED})
     answer = await router.complete(ec_transfer_params={"a": 1})
     assert answer.json()["kv_transfer_params"] == NAMED
     assert d.last.json["ec_transfer_params"] == {"a": 1}
@@ -258,7 +258,7 @@ def test_unreadable_answer_with_params_neither_passes_nor_vanishes() -> None:
 
 async def test_long_answer_shows_no_params(router: Router, d: MockEngine) -> None:
     long = [CHOICE | {"text": "w" * 300_000}] * 2
-    d.usual = answering(False, {"choices": long, "kv_transfer_params": NAMED, "usage": {}})
+    d.usual = replying(False, {"choices": long, "kv_transfer_params": NAMED, "usage": {}})
     answer = await router.complete(n=2)
     assert answer.json() == {"choices": long, "kv_transfer_params": {}, "usage": {}}
 

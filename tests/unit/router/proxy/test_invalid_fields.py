@@ -85,7 +85,7 @@ RIGHT: list[dict[str, Any]] = [
 ]
 
 
-def body_of(is_chat: bool, fields: dict[str, Any]) -> dict[str, Any]:
+def body_with(is_chat: bool, fields: dict[str, Any]) -> dict[str, Any]:
     content = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
     return {"model": "m", **content, **fields}
 
@@ -100,7 +100,7 @@ def body_of(is_chat: bool, fields: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_wrong_is_named_in_the_engines_words(
     is_chat: bool, fields: dict[str, Any], param: str, words: str
 ) -> None:
-    found = find_invalid_field(body_of(is_chat, fields), is_chat, CONTEXT)
+    found = find_invalid_field(body_with(is_chat, fields), is_chat, CONTEXT)
     assert found is not None
     assert found.field == param
     assert words in found.message
@@ -109,7 +109,7 @@ def test_what_is_wrong_is_named_in_the_engines_words(
 @pytest.mark.parametrize("fields", RIGHT, ids=str)
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_what_an_engine_takes_or_cuts_is_left_to_it(is_chat: bool, fields: dict[str, Any]) -> None:
-    assert find_invalid_field(body_of(is_chat, fields), is_chat, CONTEXT) is None
+    assert find_invalid_field(body_with(is_chat, fields), is_chat, CONTEXT) is None
 
 
 def test_a_completion_of_nothing_says_its_prompt_back() -> None:

@@ -13,7 +13,9 @@ from tests.unit.router.harness import Router
 ALIASES = ("claude-*-haiku*=m", "claude-*=n", "gpt-4o=m", "*=m")
 
 
-async def start(start_router: StartRouter, *engines: MockEngine, **settings: object) -> Router:
+async def start_known(
+    start_router: StartRouter, *engines: MockEngine, **settings: object
+) -> Router:
     for engine in engines:
         engine.models = ["m", "n"]
     router = await start_router(**settings)
@@ -37,7 +39,7 @@ async def start(start_router: StartRouter, *engines: MockEngine, **settings: obj
 async def test_engines_are_asked_for_the_model_that_the_first_matching_pattern_names(
     start_router: StartRouter, p: MockEngine, d: MockEngine, asked: str, served: str
 ) -> None:
-    router = await start(start_router, p, d, model_alias=ALIASES)
+    router = await start_known(start_router, p, d, model_alias=ALIASES)
     answer = await router.complete(model=asked)
     assert answer.status_code == 200
     assert p.last.json["model"] == d.last.json["model"] == served
@@ -57,7 +59,7 @@ async def test_engines_are_asked_for_the_model_that_the_first_matching_pattern_n
 async def test_aliases_hold_for_every_endpoint(
     start_router: StartRouter, p: MockEngine, d: MockEngine, path: str, body: dict[str, object]
 ) -> None:
-    router = await start(start_router, p, d, model_alias=("claude-*=n",))
+    router = await start_known(start_router, p, d, model_alias=("claude-*=n",))
     await router.client.post(path, json={"model": "claude-x", **body})
     assert d.last.json["model"] == "n"
 
@@ -65,7 +67,7 @@ async def test_aliases_hold_for_every_endpoint(
 async def test_alias_in_a_form_is_replaced(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start(start_router, p, d, model_alias=("whisper-*=n",))
+    router = await start_known(start_router, p, d, model_alias=("whisper-*=n",))
     d.usual = answering(200, {"text": "hello"})
     file = ("a.wav", b"RIFF\r\nmodel=whisper-1")
     answer = await router.client.post(
@@ -77,7 +79,7 @@ async def test_alias_in_a_form_is_replaced(
 
 
 async def test_models_list_aliases(start_router: StartRouter, p: MockEngine, d: MockEngine) -> None:
-    router = await start(
+    router = await start_known(
         start_router, p, d, model_alias=("claude-*=n", "gpt-4o=m", "lost=none", "m=n")
     )
     listed = (await router.client.get("/v1/models")).json()["data"]
@@ -90,7 +92,7 @@ async def test_models_list_aliases(start_router: StartRouter, p: MockEngine, d: 
 async def test_unknown_model_is_answered_with_the_served_ones(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start(start_router, p, d, model_alias=("lost=none", "gpt-4o=m"))
+    router = await start_known(start_router, p, d, model_alias=("lost=none", "gpt-4o=m"))
     for model in ("gpt-5", "lost"):
         expected = f"The model `{model}` does not exist. Models that are served: gpt-4o, m, n."
         answers = [
@@ -128,7 +130,7 @@ async def test_a_key_sees_only_its_own_models(
     file = tmp_path / "keys.yaml"  # type: ignore[operator]
     file.write_text(f"keys:\n- {{name: k, sha256: {digest_of(b'k').hex()}, models: [n, gone]}}\n")
     aliases = ("claude-*=n", "gpt-*=m")
-    router = await start(start_router, p, d, api_keys_file=file, model_alias=aliases)
+    router = await start_known(start_router, p, d, api_keys_file=file, model_alias=aliases)
     router.client.headers["authorization"] = "Bearer k"
 
     async def message(model: str) -> str:

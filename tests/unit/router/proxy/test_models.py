@@ -36,7 +36,7 @@ def two(p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine) -> list[Mo
     return [p, d, p2, d2]
 
 
-async def start(start_router: StartRouter, two: list[MockEngine], **settings: Any) -> Router:
+async def start_two(start_router: StartRouter, two: list[MockEngine], **settings: Any) -> Router:
     p, d, p2, d2 = two
     router = await start_router(ps=[p, p2], ds=[d, d2], **settings)
     await router.knows_its_engines()
@@ -93,7 +93,7 @@ async def test_request_without_a_model_is_for_the_only_one(
 async def test_request_without_a_model_is_refused_where_several_are_served(
     start_router: StartRouter, two: list[MockEngine], path: str, model: dict[str, Any]
 ) -> None:
-    router = await start(start_router, two)
+    router = await start_two(start_router, two)
     answer = await router.client.post(path, json={**ENDPOINTS[path], **model})
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -108,7 +108,7 @@ async def test_request_without_a_model_is_refused_where_several_are_served(
 async def test_form_without_a_model_is_for_the_only_one(
     start_router: StartRouter, two: list[MockEngine], given: dict[str, str]
 ) -> None:
-    router = await start(start_router, two)
+    router = await start_two(start_router, two)
     files = {"file": ("a.wav", b"RIFF")}
     answer = await router.client.post(FORM, data=given, files=files)
     assert answer.status_code == 400
@@ -127,7 +127,7 @@ async def test_form_without_a_model_is_for_the_only_one(
 async def test_default_model_does_not_change_while_engines_are_lost(
     start_router: StartRouter, two: list[MockEngine]
 ) -> None:
-    router = await start(start_router, two)
+    router = await start_two(start_router, two)
     for mock in two[2:]:
         mock.healthy = False
     await eventually(lambda: not any(router.engine(mock).is_usable for mock in two[2:]))
@@ -165,7 +165,7 @@ async def test_engine_whose_models_are_unknown_gets_no_requests_until_they_are_r
 async def test_engine_that_returns_with_unknown_models_has_not_those_of_before(
     start_router: StartRouter, two: list[MockEngine], listing: Script
 ) -> None:
-    router = await start(start_router, two, health_timeout=0.2)
+    router = await start_two(start_router, two, health_timeout=0.2)
     d = two[1]
     d.healthy = False
     await eventually(lambda: not router.engine(d).is_usable)
@@ -185,7 +185,7 @@ async def test_another_engine_answers_after_the_404_of_one_with_an_outdated_list
     stale = two[2 if is_prefiller else 3]
     two[2].models = two[3].models = ["a"]
     serves(stale, "b")
-    router = await start(start_router, two, health_interval=30)
+    router = await start_two(start_router, two, health_interval=30)
     await router.knows_its_engines()
     stale.models = ["b"]
     for _ in range(4):
@@ -270,7 +270,7 @@ async def test_adapters_of_one_name_for_two_models_are_not_mixed(
 ) -> None:
     for mock in two:
         mock.adapters = ["sql"]
-    router = await start(start_router, two)
+    router = await start_two(start_router, two)
     for _ in range(6):
         assert (await router.complete(model="sql")).status_code == 200
     assert [len(mock.requests) for mock in two] == [6, 6, 0, 0]

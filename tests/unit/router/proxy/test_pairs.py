@@ -82,7 +82,7 @@ FAULTS = {
 }
 
 
-class Fleet:
+class PairedFleet:
     """Two prefillers and two decoders, of which the first ones do not reach each other."""
 
     def __init__(self, ps: list[MockEngine], ds: list[MockEngine]) -> None:
@@ -109,21 +109,21 @@ class Fleet:
 
 
 @pytest.fixture
-def fleet(p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine) -> Fleet:
-    made = Fleet([p, p2], [d, d2])
+def fleet(p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine) -> PairedFleet:
+    made = PairedFleet([p, p2], [d, d2])
     p.usual, p2.usual = prefilling("p-1"), prefilling("p-2")
     d.identity = d2.identity = NAMES
     made.breaks(fails)
     return made
 
 
-async def started(start: StartRouter, fleet: Fleet, **changes: Any) -> Router:
+async def started(start: StartRouter, fleet: PairedFleet, **changes: Any) -> Router:
     router = await start(ps=fleet.ps, ds=fleet.ds, **changes)
     await router.knows_its_engines()
     return router
 
 
-async def ask(router: Router, times: int, **fields: Any) -> None:
+async def repeat(router: Router, times: int, **fields: Any) -> None:
     for _ in range(times):
         answer = await router.complete(**fields)
         assert answer.status_code == 200, answer.text
@@ -135,21 +135,21 @@ async def ask(router: Router, times: int, **fields: Any) -> None:
     await router.settled()
 
 
-def names(router: Router, fleet: Fleet) -> tuple[str, str]:
+def first_names(router: Router, fleet: PairedFleet) -> tuple[str, str]:
     return router.engine(fleet.ps[0]).name, router.engine(fleet.ds[0]).name
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_pair_that_fails_is_not_paired_again_and_both_go_on_with_others(
-    start_router: StartRouter, fleet: Fleet, fault: str, stream: bool
+    start_router: StartRouter, fleet: PairedFleet, fault: str, stream: bool
 ) -> None:
     fleet.breaks(FAULTS[fault])
     router = await started(start_router, fleet)
-    await ask(router, 24, stream=stream)
+    await repeat(router, 24, stream=stream)
     assert fleet.pairs.count((0, 0)) == 1
     assert {(0, 1), (1, 0)} <= set(fleet.pairs)
-    prefiller, decoder = names(router, fleet)
+    prefiller, decoder = first_names(router, fleet)
     assert router.metric("pair_avoided", prefiller=prefiller, decoder=decoder) == 1
     assert router.metric("kv_load_failures_total", scope="pair") == 1
     assert all(e.breaker.circuit is CircuitState.CLOSED for e in router.gateway.fleet.engines)
@@ -160,37 +160,37 @@ async def test_a_pair_that_fails_is_not_paired_again_and_both_go_on_with_others(
 
 
 async def test_a_pair_is_tried_again_and_a_load_that_works_clears_it(
-    start_router: StartRouter, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    start_router: StartRouter, fleet: PairedFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.fleet.unreachable_pairs.FIRST_AVOIDANCE_S", 0.05)
     router = await started(start_router, fleet)
-    await ask(router, 4)
+    await repeat(router, 4)
     fleet.cut_off.clear()
     pairs = router.gateway.fleet.unreachable_pairs
     while pairs:
-        await ask(router, 1)
+        await repeat(router, 1)
     fleet.pairs.clear()
-    await ask(router, 8)
+    await repeat(router, 8)
     assert (0, 0) in fleet.pairs
-    prefiller, decoder = names(router, fleet)
+    prefiller, decoder = first_names(router, fleet)
     assert router.metric("pair_avoided", prefiller=prefiller, decoder=decoder) == 0
 
 
 @pytest.mark.parametrize("fault", ["fails", "computes"])
 async def test_the_only_pair_is_asked_all_the_same_and_then_the_decoder_alone(
-    start_router: StartRouter, fleet: Fleet, fault: str
+    start_router: StartRouter, fleet: PairedFleet, fault: str
 ) -> None:
     fleet.breaks(FAULTS[fault])
     router = await start_router(ps=fleet.ps[:1], ds=fleet.ds[:1], without_prefiller="decode")
     await router.knows_its_engines()
-    await ask(router, 3)
+    await repeat(router, 3)
     assert fleet.pairs == [(0, 0)] * 3
     alone = router.metric("decode_only_total", reason="no_pair")
     assert alone == (3 if fault == "fails" else 0)
 
 
 async def test_where_no_decoder_may_prefill_the_failure_of_the_only_pair_is_told(
-    start_router: StartRouter, fleet: Fleet
+    start_router: StartRouter, fleet: PairedFleet
 ) -> None:
     router = await start_router(ps=fleet.ps[:1], ds=fleet.ds[:1])
     await router.knows_its_engines()
@@ -203,19 +203,19 @@ async def test_where_no_decoder_may_prefill_the_failure_of_the_only_pair_is_told
 
 @pytest.mark.parametrize("few", ["one prefiller", "one decoder"])
 async def test_an_engine_that_is_the_only_one_of_its_role_is_paired_with_another(
-    start_router: StartRouter, fleet: Fleet, few: str
+    start_router: StartRouter, fleet: PairedFleet, few: str
 ) -> None:
     ps = fleet.ps[:1] if few == "one prefiller" else fleet.ps
     ds = fleet.ds[:1] if few == "one decoder" else fleet.ds
     router = await start_router(ps=ps, ds=ds)
     await router.knows_its_engines()
-    await ask(router, 10)
+    await repeat(router, 10)
     assert fleet.pairs.count((0, 0)) == 1
     assert router.metric("decode_only_total", reason="no_pair") == 0
 
 
 async def test_a_request_whose_kv_alone_was_gone_speaks_against_nobody(
-    start_router: StartRouter, fleet: Fleet
+    start_router: StartRouter, fleet: PairedFleet
 ) -> None:
     gone = FAILURE | {"scope": "request", "reason": "its lease has ended"}
     count = iter(range(100))
@@ -228,14 +228,14 @@ async def test_a_request_whose_kv_alone_was_gone_speaks_against_nobody(
 
     fleet.breaks(fails_once)
     router = await started(start_router, fleet)
-    await ask(router, 8)
+    await repeat(router, 8)
     assert fleet.pairs.count((0, 0)) > 1
     assert not router.gateway.fleet.unreachable_pairs
     assert router.metric("kv_load_failures_total", scope="request") == 1
 
 
 async def test_a_pair_that_cannot_push_is_not_paired_again(
-    start_router: StartRouter, fleet: Fleet
+    start_router: StartRouter, fleet: PairedFleet
 ) -> None:
     for number, engine in enumerate(fleet.ps, start=1):
         rank = IDENTITY["ranks"][0] | {"remote_engine_id": f"p-{number}"}
@@ -243,16 +243,16 @@ async def test_a_pair_that_cannot_push_is_not_paired_again(
     for engine in fleet.ds:
         engine.identity = NAMES | {"transfer_modes": ["push"]}
     router = await started(start_router, fleet)
-    await ask(router, 16)
+    await repeat(router, 16)
     assert fleet.pairs.count((0, 0)) == 1
     assert {(0, 1), (1, 0)} <= set(fleet.pairs)
 
 
 async def test_a_restarted_engine_is_paired_with_all_again(
-    start_router: StartRouter, fleet: Fleet
+    start_router: StartRouter, fleet: PairedFleet
 ) -> None:
     router = await started(start_router, fleet)
-    await ask(router, 4)
+    await repeat(router, 4)
     assert router.gateway.fleet.unreachable_pairs
     fleet.ds[0].healthy = False
     await eventually(lambda: not router.engine(fleet.ds[0]).is_usable)
@@ -261,7 +261,7 @@ async def test_a_restarted_engine_is_paired_with_all_again(
 
 @pytest.mark.parametrize("seed", range(4))
 async def test_whichever_pairs_are_cut_off_all_are_answered_and_each_is_tried_once(
-    start_router: StartRouter, fleet: Fleet, seed: int
+    start_router: StartRouter, fleet: PairedFleet, seed: int
 ) -> None:
     choose = Random(seed)
     num_ps, num_ds = choose.randint(1, 4), choose.randint(1, 4)
@@ -279,7 +279,7 @@ async def test_whichever_pairs_are_cut_off_all_are_answered_and_each_is_tried_on
         fleet.ps, fleet.ds = fleet.ps[:num_ps], fleet.ds[:num_ds]
         fleet.breaks(choose.choice([*FAULTS.values()]))
         router = await started(start_router, fleet, without_prefiller="decode")
-        await ask(router, 40, stream=choose.random() < 0.5)
+        await repeat(router, 40, stream=choose.random() < 0.5)
         if left:
             assert sum(pair in fleet.cut_off for pair in fleet.pairs) <= len(fleet.cut_off)
         worked = set(fleet.pairs) & left
@@ -293,7 +293,7 @@ async def test_whichever_pairs_are_cut_off_all_are_answered_and_each_is_tried_on
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_model_that_speaks_of_it_is_left_alone(
-    start_router: StartRouter, fleet: Fleet, stream: bool
+    start_router: StartRouter, fleet: PairedFleet, stream: bool
 ) -> None:
     said = '\n: kv_load_failure {"scope": "pair"}\n"kv_load_failure": {"scope": "pair"}'
 
@@ -324,9 +324,9 @@ STRANGE: list[Any] = [
 
 @pytest.mark.parametrize("told", STRANGE)
 async def test_whatever_a_decoder_says_of_a_failure_harms_nothing(
-    start_router: StartRouter, fleet: Fleet, told: Any
+    start_router: StartRouter, fleet: PairedFleet, told: Any
 ) -> None:
     fails_strangely = answering(500, {"error": {"message": "x", "kv_load_failure": told}})
     fleet.breaks(fails_strangely)
     router = await started(start_router, fleet)
-    await ask(router, 4)
+    await repeat(router, 4)

@@ -21,7 +21,7 @@ from router.settings import Address, Settings
 from router.telemetry.record import Record
 
 
-def decoder(knows_threshold: bool | None = None) -> Engine:
+def decode_engine(knows_threshold: bool | None = None) -> Engine:
     return cast(
         Engine, SimpleNamespace(capabilities=EngineCapabilities(supports_threshold=knows_threshold))
     )
@@ -46,13 +46,13 @@ def cached_turn(at: Engine) -> TurnReuse:
 
 
 def route(*decoders: Engine) -> Route:
-    return Route("g", (decoder(),), decoders)
+    return Route("g", (decode_engine(),), decoders)
 
 
 @pytest.mark.parametrize("why", ["n", "prompt_list", "client_params"])
 def test_request_that_cannot_be_shared_is_decode_only(why: str) -> None:
     plan = make_plan(
-        request(decode_only_reason=why, threshold=0.5), route(decoder()), None, limits()
+        request(decode_only_reason=why, threshold=0.5), route(decode_engine()), None, limits()
     )
     assert (plan.mode, plan.flow, plan.decode_only_reason) == (Mode.DECODE_ONLY, "decode_only", why)
     assert (plan.threshold, plan.skips_threshold, plan.reuse) == (0, False, None)
@@ -74,7 +74,7 @@ def test_embeddings_are_not_shared_with_engines_that_verify_prefixes(
 ) -> None:
     """Two stock engines share them like any prompt."""
     asked = request(body=body)
-    given = route(decoder())
+    given = route(decode_engine())
     given.prefillers[0].capabilities.verifies_prefix = proves == "prefiller"
     given.decoders[0].capabilities.verifies_prefix = proves == "decoder"
     plan = make_plan(asked, given, None, limits())
@@ -87,7 +87,7 @@ def test_embeddings_are_not_shared_with_engines_that_verify_prefixes(
     [({}, "pull"), ({"threshold": 0.5}, "decode_first"), ({"turn": True}, "turn")],
 )
 def test_other_requests_are_pulled(fields: dict[str, Any], flow: str) -> None:
-    plan = make_plan(request(**fields), route(decoder()), None, limits())
+    plan = make_plan(request(**fields), route(decode_engine()), None, limits())
     assert (plan.mode, plan.flow, plan.decode_only_reason) == (Mode.PULL, flow, "")
 
 
@@ -103,7 +103,7 @@ def test_other_requests_are_pulled(fields: dict[str, Any], flow: str) -> None:
 def test_decoder_that_ignores_thresholds_is_asked_first_only_for_short_prompts(
     knows: bool | None, size: int, asks: bool
 ) -> None:
-    plan = make_plan(request(size, threshold=0.5), route(decoder(knows)), None, limits())
+    plan = make_plan(request(size, threshold=0.5), route(decode_engine(knows)), None, limits())
     assert (plan.threshold, plan.skips_threshold) == ((0.5, False) if asks else (0, True))
 
 
@@ -127,7 +127,7 @@ def test_decode_first_is_skipped_without_a_decoder() -> None:
 def test_last_turns_decoder_is_asked_first_if_its_cache_has_enough(
     share: float, knows: bool | None, body: dict[str, Any], asked: float
 ) -> None:
-    home = decoder(knows)
+    home = decode_engine(knows)
     asking = request(turn=True, body=body)
     plan = make_plan(asking, route(home), cached_turn(home), limits(decode_first_turns=share))
     assert (plan.threshold, plan.flow) == (asked, "turn")

@@ -34,7 +34,7 @@ IDENTITY: dict[str, Any] = {
 
 
 @pytest.fixture(autouse=True)
-def engines(p: MockEngine, d: MockEngine) -> None:
+def pushing_engines(p: MockEngine, d: MockEngine) -> None:
     p.identity, d.identity = IDENTITY, {"transfer_modes": ["push"], "capabilities": []}
 
 

@@ -16,7 +16,7 @@ from router.proxy.gateway import RetryBudget
 from router.proxy.retry import MAX_FAILED_LEGS, RULES, Mark, Next, Situation, decide
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answering, raw, reset, usual_prefill
+from tests.unit.router.engine_scripts import answering, raw, reset, usual_decode, usual_prefill
 from tests.unit.router.harness import eventually, post
 from tests.unit.router.http_client.test_connect import no_descriptor_left
 from tests.unit.router.mock_engine import PARAMS, USUAL, event
@@ -415,6 +415,7 @@ async def test_one_request_tries_a_half_open_engine_whoever_else_is_under_way(
         assert engine.breaker.trial is trial, "the old leg's end is not the trial's"
         await eventually(lambda: sum(task.done() for task in asking) == 5)
         assert len(d.requests) == 2
+        d.usual = usual_decode  # and answers the release of the KV
         for task in asking:
             task.cancel()
         await eventually(lambda: engine.breaker.trial is None)

@@ -24,16 +24,16 @@ from tests.unit.router.mock_engine import PARAMS, USUAL, event, running_engine
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort"}
 
 
-def said(**choice: Any) -> bytes:
+def choice_of(**choice: Any) -> bytes:
     return b"data: " + json.dumps({"choices": [{"index": 0, **choice}]}).encode() + b"\n\n"
 
 
-ROLE = said(delta={"role": "assistant", "content": ""}, finish_reason=None)
-CHAT_END = said(delta={}, finish_reason="abort") + DONE
-TEXT_END = said(text="", finish_reason="abort") + DONE
+ROLE = choice_of(delta={"role": "assistant", "content": ""}, finish_reason=None)
+CHAT_END = choice_of(delta={}, finish_reason="abort") + DONE
+TEXT_END = choice_of(text="", finish_reason="abort") + DONE
 
 
-def answering(*choices: dict[str, Any]) -> Script:
+def answers_with(*choices: dict[str, Any]) -> Script:
     async def script(request: Received, peer: Peer) -> None:
         content = json.dumps(USUAL | {"choices": list(choices)}, separators=(",", ":"))
         await peer.answer(content.encode())
@@ -57,7 +57,7 @@ async def test_a_decoder_that_ends_an_answer_is_not_believed(
     start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     router = await start_router(ds=[d, d2])
-    d.usual = answering({**ABORTED, "text": "the beginning"})
+    d.usual = answers_with({**ABORTED, "text": "the beginning"})
     answers = [await router.complete() for _ in range(4)]
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.json()["choices"][0]["text"] for answer in answers} == {"x"}
@@ -93,7 +93,7 @@ async def test_a_prefiller_that_ends_a_request_is_left_for_another_one(
     start_router: StartRouter, p: MockEngine, d: MockEngine, p2: MockEngine
 ) -> None:
     router = await start_router(ps=[p, p2])
-    p.usual = answering(ABORTED)
+    p.usual = answers_with(ABORTED)
     for _ in range(3):
         assert (await router.complete()).status_code == 200
         assert d.last.json["kv_transfer_params"]["remote_host"] == PARAMS["remote_host"]
@@ -105,7 +105,7 @@ async def test_without_another_engine_it_is_no_answer(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     router = await start_router()
-    d.usual = answering(ABORTED)
+    d.usual = answers_with(ABORTED)
     answer = await router.complete()
     assert answer.status_code == 503
     assert "is being stopped" in answer.json()["error"]["message"]
@@ -114,9 +114,11 @@ async def test_without_another_engine_it_is_no_answer(
 @pytest.mark.parametrize(
     "script",
     [
-        answering({"index": 0, "text": '{"finish_reason":"abort"}', "finish_reason": "stop"}),
-        answering({"index": 0, "text": "abort", "finish_reason": "stop", "stop_reason": "abort"}),
-        streaming(said(text='"abort"'), said(text='"finish_reason":"abort"'), DONE),
+        answers_with({"index": 0, "text": '{"finish_reason":"abort"}', "finish_reason": "stop"}),
+        answers_with(
+            {"index": 0, "text": "abort", "finish_reason": "stop", "stop_reason": "abort"}
+        ),
+        streaming(choice_of(text='"abort"'), choice_of(text='"finish_reason":"abort"'), DONE),
     ],
 )
 async def test_a_text_that_speaks_of_it_is_a_text(

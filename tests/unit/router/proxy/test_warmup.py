@@ -30,7 +30,7 @@ def warm(engine: MockEngine) -> list[Received]:
     return [r for r in engine.requests if (r.header("x-request-id") or "").startswith("warm-up-")]
 
 
-def asked(engine: MockEngine) -> int:
+def client_legs(engine: MockEngine) -> int:
     return len(engine.requests) - len(warm(engine))
 
 
@@ -101,12 +101,12 @@ async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
     await eventually(lambda: warm(d2))
     for _ in range(4):
         assert (await router.complete()).status_code == 200
-    assert not asked(d2)
+    assert not client_legs(d2)
     may_continue.set()
     await eventually(lambda: not router.engine(d2).is_cold)
     for _ in range(4):
         assert (await router.complete()).status_code == 200
-    assert asked(d2)
+    assert client_legs(d2)
 
 
 async def test_only_engine_of_a_role_is_used_cold(
@@ -120,6 +120,7 @@ async def test_only_engine_of_a_role_is_used_cold(
     await eventually(lambda: warm(d))
     assert router.engine(d).is_cold
     assert (await router.complete()).status_code == 200
+    d.usual = usual_decode  # and answers the release of the KV
 
 
 @pytest.mark.parametrize("status", [401, 500, 503])
@@ -159,6 +160,7 @@ async def test_warm_up_that_hangs_delays_an_engine_for_a_limited_time(
         await eventually(lambda: not router.engine(d).is_cold)
         assert not warmed(router, "done")
     finally:
+        d.usual = usual_decode  # and answers the release of the KV
         warmer.cancel()
         await asyncio.gather(warmer, return_exceptions=True)
 

@@ -25,7 +25,7 @@ ANY = EngineLimits(0, 0)
 ONE = EngineLimits(1, 0)
 
 
-def engine(
+def engine_at(
     name: str, role: EngineRole, models: Sequence[str] = (), group: str = "default"
 ) -> Engine:
     spec = EngineSpec(role, Address(name, 1), frozenset(models), group)
@@ -33,9 +33,9 @@ def engine(
     return Engine(spec, pool, CircuitBreaker(BreakerRules()), Health.HEALTHY)
 
 
-def fleet(prefillers: int, decoders: int) -> list[Engine]:
-    made = [engine(f"p{n}", EngineRole.PREFILL) for n in range(prefillers)]
-    return made + [engine(f"d{n}", EngineRole.DECODE) for n in range(decoders)]
+def fleet_of(prefillers: int, decoders: int) -> list[Engine]:
+    made = [engine_at(f"p{n}", EngineRole.PREFILL) for n in range(prefillers)]
+    return made + [engine_at(f"d{n}", EngineRole.DECODE) for n in range(decoders)]
 
 
 def ticket(
@@ -75,8 +75,14 @@ def leave(where: Placement, ticket: QueueTicket) -> None:
 
 
 def test_room_needs_a_prefiller_and_a_decoder_of_one_group() -> None:
-    p, d = engine("p", EngineRole.PREFILL, group="x"), engine("d", EngineRole.DECODE, group="x")
-    q, e = engine("q", EngineRole.PREFILL, group="y"), engine("e", EngineRole.DECODE, group="y")
+    p, d = (
+        engine_at("p", EngineRole.PREFILL, group="x"),
+        engine_at("d", EngineRole.DECODE, group="x"),
+    )
+    q, e = (
+        engine_at("q", EngineRole.PREFILL, group="y"),
+        engine_at("e", EngineRole.DECODE, group="y"),
+    )
     pools = build_snapshot([p, d, q, e]).any_model
     assert find_placement(pools, 1, False, ONE) == ("x", p, d)
     p.admitted = 1
@@ -87,7 +93,7 @@ def test_room_needs_a_prefiller_and_a_decoder_of_one_group() -> None:
 
 
 def test_the_largest_prompt_fits_where_none_is_computed() -> None:
-    p, d = fleet(1, 1)
+    p, d = fleet_of(1, 1)
     pools, room = build_snapshot([p, d]).any_model, EngineLimits(0, 100)
     assert find_placement(pools, 1000, False, room)
     p.admitted_tokens = 1
@@ -96,7 +102,7 @@ def test_the_largest_prompt_fits_where_none_is_computed() -> None:
 
 
 def test_a_role_without_engines_is_not_waited_for() -> None:
-    p, d = fleet(1, 1)
+    p, d = fleet_of(1, 1)
     assert find_placement(build_snapshot([d]).any_model, 1, False, ONE) == ("default", None, d)
     assert find_placement(build_snapshot([p]).any_model, 1, False, ONE) == ("default", p, None)
 
@@ -106,20 +112,20 @@ def test_lower_priorities_go_first() -> None:
     asked = [ticket(priority=priority) for priority in (3, 0, -5, 7)]
     for one in asked:
         queue.add(one)
-    assert [one.priority for one in served(queue, build_snapshot(fleet(1, 1)))] == [-5, 0, 3, 7]
+    assert [one.priority for one in served(queue, build_snapshot(fleet_of(1, 1)))] == [-5, 0, 3, 7]
 
 
 def test_tenants_take_turns_and_a_large_request_skips_rounds() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(20)
     for tenant, tokens in [("a", 1)] * 3 + [("big", 2 * 4096)] * 2 + [("b", 1)] * 3:
         queue.add(ticket(tenant, tokens=tokens))
-    order = [one.tenant for one in served(queue, build_snapshot(fleet(1, 1)))]
+    order = [one.tenant for one in served(queue, build_snapshot(fleet_of(1, 1)))]
     assert order == ["a", "big", "b", "a", "b", "a", "b", "big"]
 
 
 def test_a_modest_tenant_gets_its_share_beside_a_flood() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(100)
-    snapshot = build_snapshot(fleet(1, 1))
+    snapshot = build_snapshot(fleet_of(1, 1))
     for _ in range(50):
         queue.add(ticket("flood"))
     order: list[str] = []
@@ -144,12 +150,12 @@ def test_an_abandoned_request_is_not_charged() -> None:
         assert queue.remove(one)
         assert not queue.remove(one)
     queue.add(ticket("a"))
-    order = [one.tenant for one in served(queue, build_snapshot(fleet(1, 1)))]
+    order = [one.tenant for one in served(queue, build_snapshot(fleet_of(1, 1)))]
     assert order == ["b", "a", "b", "b"]
 
 
 def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_its_engines() -> None:
-    p, d = fleet(1, 1)
+    p, d = fleet_of(1, 1)
     p.admitted_tokens = 50
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(10)
     queue.add(ticket("a", tokens=1000))
@@ -164,8 +170,8 @@ def test_a_small_prompt_does_not_overtake_a_large_one_that_waits_for_its_engines
 
 
 def test_another_models_requests_pass() -> None:
-    m = [engine("p1", EngineRole.PREFILL, ["m"]), engine("d1", EngineRole.DECODE, ["m"])]
-    n = [engine("p2", EngineRole.PREFILL, ["n"]), engine("d2", EngineRole.DECODE, ["n"])]
+    m = [engine_at("p1", EngineRole.PREFILL, ["m"]), engine_at("d1", EngineRole.DECODE, ["m"])]
+    n = [engine_at("p2", EngineRole.PREFILL, ["n"]), engine_at("d2", EngineRole.DECODE, ["n"])]
     m[0].admitted = 1
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(10)
     queue.add(ticket(model="m"))
@@ -227,7 +233,7 @@ steps = st.lists(
 def test_limits_hold_and_no_request_is_lost(
     steps: list[Step], size: int, requests: int, tokens: int
 ) -> None:
-    engines, room = fleet(2, 2), EngineLimits(requests, tokens)
+    engines, room = fleet_of(2, 2), EngineLimits(requests, tokens)
     pools = build_snapshot(engines).pools
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(size)
     asked, running, gone, waiting = (
@@ -292,7 +298,7 @@ def test_no_tenant_starves_whatever_arrives(
     """Newcomers with tenants of their own fill every place that comes free, for ever; whoever
     waits is served all the same, within the rounds that its tenant may have to sit out."""
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(size)
-    pools = build_snapshot(fleet(1, 1)).pools
+    pools = build_snapshot(fleet_of(1, 1)).pools
     known = [ticket(tenant, tokens=tokens) for tenant, tokens in first[:size]]
     for one in known:
         queue.add(one)
@@ -310,7 +316,7 @@ def test_no_tenant_starves_whatever_arrives(
 
 def test_the_memory_of_tenants_is_bounded() -> None:
     queue: AdmissionQueue[QueueTicket] = AdmissionQueue(4)
-    pools: Sequence[GroupPool] = build_snapshot(fleet(1, 1)).any_model
+    pools: Sequence[GroupPool] = build_snapshot(fleet_of(1, 1)).any_model
     queue.add(ticket("first"))
     for number in range(2000):
         queue.add(ticket(f"{number}", tokens=10**6))

@@ -88,7 +88,7 @@ def test_a_prefill_engine_costs_its_queue_and_the_transfer() -> None:
     assert replace(idle, queued_s=0.4).prefill_cost(200, 2000) > other.remote_cost(200, 2000)
 
 
-def engine(total_tokens: int = 0, num_ranks: int = 1) -> Engine:
+def decode_engine(total_tokens: int = 0, num_ranks: int = 1) -> Engine:
     """Return a decode engine that is known well enough, with ranks of 700,000 tokens."""
     spec = EngineSpec(DECODE, Address("d", 1))
     made = Engine(spec, cast(EnginePool, None))
@@ -105,14 +105,14 @@ def engine(total_tokens: int = 0, num_ranks: int = 1) -> Engine:
     "unknown", [{"step_model": None}, {"max_step_tokens": 0}, {"cache_tokens": 0}]
 )
 def test_an_engine_that_does_not_report_itself_is_not_judged(unknown: dict[str, Any]) -> None:
-    made = engine()
+    made = decode_engine()
     for name, value in unknown.items():
         setattr(made.capabilities, name, value)
     assert PlaceLoad.of(made, made) is None
 
 
 def test_a_prefill_engine_without_a_step_model_counts_as_fast_as_the_decode_engine() -> None:
-    prefiller = engine(total_tokens=10_000)
+    prefiller = decode_engine(total_tokens=10_000)
     prefiller.capabilities.step_model, prefiller.capabilities.max_step_tokens = None, 0
     assert PlaceLoad.of_prefiller(prefiller, prefiller, MODEL) == PlaceLoad(
         MODEL, MAX_STEP_TOKENS, 700_000, queued_s=10_000 * MODEL.token
@@ -120,7 +120,7 @@ def test_a_prefill_engine_without_a_step_model_counts_as_fast_as_the_decode_engi
 
 
 def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_ranks() -> None:
-    made = engine(total_tokens=0, num_ranks=2)
+    made = decode_engine(total_tokens=0, num_ranks=2)
     one, other = made.ranks or ()
     one.add_load(1, 9000)
     one.add_local_prefill(0.2, 100)
@@ -153,7 +153,7 @@ def test_a_rank_has_its_own_load_and_an_engine_that_chooses_the_mean_of_its_rank
 def test_a_trial_has_steps_that_show_the_time_of_a_token(
     budget: int, uncached: int, is_one: bool
 ) -> None:
-    made = engine()
+    made = decode_engine()
     made.capabilities.max_step_tokens = budget
     assert not is_trial(made, made, uncached)
     made.capabilities.step_model = None
@@ -163,7 +163,7 @@ def test_a_trial_has_steps_that_show_the_time_of_a_token(
 
 
 def test_a_full_cache_gets_no_trial() -> None:
-    made = engine()
+    made = decode_engine()
     made.capabilities.step_model = None
     assert is_trial(made, made, 200)
     made.add_load(1, int(0.96 * made.cache_tokens))
@@ -171,7 +171,7 @@ def test_a_full_cache_gets_no_trial() -> None:
 
 
 def test_each_page_without_a_step_model_allows_one_more_trial() -> None:
-    made = engine()
+    made = decode_engine()
     made.capabilities.step_model, made.capabilities.trial_prefills = None, 64
     assert not is_trial(made, made, 200)
     made.capabilities.note_identity(
@@ -181,7 +181,7 @@ def test_each_page_without_a_step_model_allows_one_more_trial() -> None:
 
 
 async def test_a_queued_prompt_counts_until_its_end() -> None:
-    decoder = engine()
+    decoder = decode_engine()
     load = PlaceLoad.of(decoder, decoder)
     assert load is not None
     seconds = load.prefill_seconds(1000, 1000)

@@ -29,7 +29,7 @@ from tests.unit.router.routing.engines import BOUND
 LIMITS = PoolLimits(connect_timeout_s=1, max_idle_connections=1, max_idle_s=1, max_head_bytes=1024)
 
 
-def engine(role: EngineRole, group: str) -> Engine:
+def engine_in(role: EngineRole, group: str) -> Engine:
     address = Address(f"{role}-{group}", 8000)
     pool = EnginePool(address.host, address.port, LIMITS, Deadlines())
     made = Engine(EngineSpec(role, address, group=group), pool, CircuitBreaker(BreakerRules()))
@@ -38,8 +38,8 @@ def engine(role: EngineRole, group: str) -> Engine:
 
 
 def group(name: str, weight: float = 1.0, roles: str = "pd") -> GroupPool:
-    prefillers = (engine(EngineRole.PREFILL, name),) if "p" in roles else ()
-    decoders = (engine(EngineRole.DECODE, name),) if "d" in roles else ()
+    prefillers = (engine_in(EngineRole.PREFILL, name),) if "p" in roles else ()
+    decoders = (engine_in(EngineRole.DECODE, name),) if "d" in roles else ()
     return GroupPool(name, weight, prefillers, decoders)
 
 
@@ -117,7 +117,7 @@ class FreeGroup:
     """A group of 200 engines of both roles, where each request goes where it costs least."""
 
     def __init__(self, policy: str) -> None:
-        self.engines = tuple(engine(EngineRole.BOTH, f"g{number}") for number in range(200))
+        self.engines = tuple(engine_in(EngineRole.BOTH, f"g{number}") for number in range(200))
         for one in self.engines:
             known = one.capabilities
             known.step_model = StepModel(0.01, 50e-6, 1e-9, 30e-9, 0.0)

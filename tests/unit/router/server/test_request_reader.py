@@ -44,7 +44,7 @@ def reader_of(bounds: Any) -> RequestReader:
     return RequestReader(bounds)
 
 
-def post(
+def framed(
     target: bytes = b"/v1/completions", body: bytes = BODY, more: bytes = b"", host: bytes = b"r"
 ) -> bytes:
     head = b"POST %s HTTP/1.1\r\nhost: %s\r\ncontent-length: %d\r\n%s\r\n"
@@ -59,7 +59,7 @@ def taken(reader: RequestReader) -> IncomingRequest:
 
 def test_a_request_is_the_same_in_one_piece_and_byte_by_byte() -> None:
     whole, pieces = reader_of(Bounded()), reader_of(Bounded())
-    sent = post(more=b"X-Two: 2\r\n")
+    sent = framed(more=b"X-Two: 2\r\n")
     whole.feed(sent)
     for at in range(len(sent)):
         assert not any(request.is_complete for request in pieces.requests)
@@ -81,7 +81,7 @@ def test_trailers_do_not_become_headers(by_byte: bool, target: bytes) -> None:
     for at in range(len(sent)) if by_byte else ():
         reader.feed(sent[at : at + 1])
     if not by_byte:
-        reader.feed(sent + post())  # the next request has its own headers
+        reader.feed(sent + framed())  # the next request has its own headers
     request = reader.requests[0]
     assert (request.is_complete, request.body) == (True, BODY)
     assert [name for name, _ in request.headers] == [b"host", b"transfer-encoding"]
@@ -90,7 +90,7 @@ def test_trailers_do_not_become_headers(by_byte: bool, target: bytes) -> None:
 @pytest.mark.parametrize("lines", [b"x: " + b"y" * 1100 + b"\r\n", b"x: y\r\n" * 200])
 @pytest.mark.parametrize("piece", [100_000, 7])
 def test_trailers_are_limited_as_a_head_is(lines: bytes, piece: int) -> None:
-    reader, sent = reader_of(Bounded()), _chunked(b"/v1/completions", lines) + post()
+    reader, sent = reader_of(Bounded()), _chunked(b"/v1/completions", lines) + framed()
     for at in range(0, len(sent), piece):
         reader.feed(sent[at : at + piece])
     (request,) = reader.requests
@@ -127,7 +127,7 @@ def test_every_spelling_of_an_endpoint_is_that_endpoint(
     target: bytes, endpoint: str | None
 ) -> None:
     reader = reader_of(Bounded())
-    reader.feed(post(target))
+    reader.feed(framed(target))
     (request,) = reader.requests
     assert request.endpoint == endpoint
     assert request.refusal is None
@@ -135,14 +135,14 @@ def test_every_spelling_of_an_endpoint_is_that_endpoint(
 
 def test_other_methods_are_for_the_application() -> None:
     reader = reader_of(Bounded())
-    reader.feed(post().replace(b"POST", b"PUT"))
+    reader.feed(framed().replace(b"POST", b"PUT"))
     assert reader.requests[0].endpoint is None
 
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_request_has_one_host(count: int) -> None:
     reader = reader_of(Bounded())
-    reader.feed(post().replace(b"host: r\r\n", b"host: r\r\n" * count))
+    reader.feed(framed().replace(b"host: r\r\n", b"host: r\r\n" * count))
     assert isinstance(reader.requests[0].refusal, MalformedRequestError)
     assert reader.is_closed
 
@@ -172,7 +172,7 @@ def test_chunked_may_be_spelled_in_any_way(coding: bytes) -> None:
 def test_an_old_client_needs_no_host_and_is_served_once() -> None:
     reader = reader_of(Bounded())
     reader.feed(
-        post(more=b"connection: keep-alive\r\n")
+        framed(more=b"connection: keep-alive\r\n")
         .replace(b"host: r\r\n", b"")
         .replace(b"1.1", b"1.0")
     )
@@ -184,7 +184,7 @@ def test_an_old_client_needs_no_host_and_is_served_once() -> None:
 
 def test_what_follows_a_last_request_is_not_listened_to() -> None:
     reader = reader_of(Bounded())
-    reader.feed(post(more=b"connection: close\r\n") + post())
+    reader.feed(framed(more=b"connection: close\r\n") + framed())
     (request,) = reader.requests
     assert request.is_complete
     assert not request.keep_alive
@@ -198,7 +198,7 @@ def test_a_body_that_grows_too_large_is_the_last_that_is_listened_to() -> None:
     head = b"POST /v1/completions HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n\r\n"
     reader.feed(head + b"50\r\n" + b"x" * 0x50 + b"\r\n")
     assert bounded.memory.bodies.size == 0x50
-    reader.feed(b"50\r\n" + b"x" * 0x50 + b"\r\n0\r\n\r\n" + post())
+    reader.feed(b"50\r\n" + b"x" * 0x50 + b"\r\n0\r\n\r\n" + framed())
     (request,) = reader.requests
     assert isinstance(request.refusal, BodyTooLargeError)
     assert not request.keep_alive
@@ -208,32 +208,32 @@ def test_a_body_that_grows_too_large_is_the_last_that_is_listened_to() -> None:
 
 def test_an_announced_size_is_refused_before_it_comes() -> None:
     reader = reader_of(Bounded())
-    reader.feed(post(body=b"x" * 101)[:-60])
+    reader.feed(framed(body=b"x" * 101)[:-60])
     assert isinstance(reader.requests[0].refusal, BodyTooLargeError)
 
 
 def test_bodies_of_all_requests_have_one_bound() -> None:
     bounded = Bounded()
     one, other = reader_of(bounded), reader_of(bounded)
-    one.feed(post(body=b"x" * 80))
-    other.feed(post(body=b"x" * 80)[:-10])
+    one.feed(framed(body=b"x" * 80))
+    other.feed(framed(body=b"x" * 80)[:-10])
     assert isinstance(other.requests[0].refusal, OverloadError)
     assert bounded.memory.bodies.size == 80
     taken(one)
     assert bounded.memory.bodies.size == 0
-    reader_of(bounded).feed(post(body=b"x" * 80))
+    reader_of(bounded).feed(framed(body=b"x" * 80))
     assert bounded.memory.bodies.size == 80
 
 
 def test_nothing_is_held_for_a_connection_that_has_closed() -> None:
     bounded = Bounded()
     reader = reader_of(bounded)
-    reader.feed(post() + post()[:-5])
+    reader.feed(framed() + framed()[:-5])
     assert bounded.memory.bodies.size == 2 * len(BODY) - 5
     reader.close()
     assert bounded.memory.bodies.size == 0
     assert not reader.requests
-    reader.feed(post())
+    reader.feed(framed())
     assert not reader.requests
 
 
@@ -247,8 +247,8 @@ def test_a_head_has_a_bound(sent: bytes) -> None:
 
 def test_noise_behind_a_request_is_told_from_a_request_that_is_cut_off() -> None:
     noisy, cut = reader_of(Bounded()), reader_of(Bounded())
-    noisy.feed(post() + b"\x00noise\r\n\r\n")
-    cut.feed(post() + post()[:-3])
+    noisy.feed(framed() + b"\x00noise\r\n\r\n")
+    cut.feed(framed() + framed()[:-3])
     cut.refuse(RequestTimeoutError("late"))
     for reader in (noisy, cut):
         first = reader.requests.popleft()
@@ -261,7 +261,7 @@ def test_noise_behind_a_request_is_told_from_a_request_that_is_cut_off() -> None
 
 def test_a_request_to_upgrade_is_a_plain_request() -> None:
     reader = reader_of(Bounded())
-    reader.feed(post(more=b"connection: upgrade\r\nupgrade: h2c\r\n") + post(b"/v1/models"))
+    reader.feed(framed(more=b"connection: upgrade\r\nupgrade: h2c\r\n") + framed(b"/v1/models"))
     first, second = reader.requests
     assert (first.endpoint, first.body) == (COMPLETIONS_PATH, BODY)
     assert b"upgrade" not in dict(first.headers)
@@ -271,7 +271,7 @@ def test_a_request_to_upgrade_is_a_plain_request() -> None:
 
 def test_a_client_may_wait_for_a_word() -> None:
     reader = reader_of(Bounded())
-    sent = post(more=b"Expect: 100-Continue\r\n")
+    sent = framed(more=b"Expect: 100-Continue\r\n")
     reader.feed(sent[: -len(BODY)])
     (request,) = reader.requests
     assert request.expects_continue
@@ -281,7 +281,7 @@ def test_a_client_may_wait_for_a_word() -> None:
 def test_a_strangers_body_is_not_waited_for() -> None:
     bounded = Bounded(caller="missing")
     reader = reader_of(bounded)
-    reader.feed(post()[:-5])
+    reader.feed(framed()[:-5])
     (request,) = reader.requests
     assert isinstance(request.refusal, UnauthorizedError)
     assert bounded.memory.bodies.size == 0

@@ -41,10 +41,10 @@ async def looking(router: Router, **headers: str) -> AsyncIterator[AsyncIterator
     async with router.client.stream("GET", "/ui/events", headers=headers) as answer:
         assert answer.status_code == 200
         assert answer.headers["content-type"].startswith("text/event-stream")
-        yield events_of(answer)
+        yield fed_events(answer)
 
 
-async def events_of(answer: httpx.Response) -> AsyncIterator[Event]:
+async def fed_events(answer: httpx.Response) -> AsyncIterator[Event]:
     name = ""
     async for line in answer.aiter_lines():
         if line.startswith("event: "):
@@ -53,7 +53,7 @@ async def events_of(answer: httpx.Response) -> AsyncIterator[Event]:
             yield name, json.loads(line[6:])
 
 
-async def until(events: AsyncIterator[Event], wanted: str) -> Any:
+async def until_sent(events: AsyncIterator[Event], wanted: str) -> Any:
     async with asyncio.timeout(30):  # a worker that restarts on a busy machine takes that long
         async for name, content in events:
             if name == wanted:
@@ -81,27 +81,27 @@ async def test_events_of_a_stream_without_usage_are_counted_while_somebody_looks
     router = await start_router(ui=True)
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "stream": True}
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
         answer = await router.client.post("/v1/chat/completions", json=body | conversation)
         assert answer.text.endswith("[DONE]\n\n"), answer.text
-        (request,) = (await until(events, "ended"))["requests"]
+        (request,) = (await until_sent(events, "ended"))["requests"]
     assert (request["completion_tokens"], request["counted"]) == (3, "events")
 
 
 async def test_first_everything_then_what_ended(start_router: StartRouter) -> None:
     router = await start_router(ui=True)
     async with looking(router) as events:
-        whole = await until(events, "snapshot")
+        whole = await until_sent(events, "snapshot")
         assert [e["role"] for e in whole["engines"].values()] == ["prefill", "decode"]
         assert whole["ended"] == []
         answer = await router.complete()
-        (request,) = (await until(events, "ended"))["requests"]
+        (request,) = (await until_sent(events, "ended"))["requests"]
         assert request["id"] == answer.headers["x-request-id"]
         assert request["outcome"] == "ok"
         assert request["ms"]["prefill_started"] <= request["ms"]["prefill_done"]
     await eventually(lambda: not hub_of(router).num_viewers)
     async with looking(router) as events:  # a later viewer sees the latest requests, too
-        (again,) = (await until(events, "snapshot"))["ended"]
+        (again,) = (await until_sent(events, "snapshot"))["ended"]
         assert again["id"] == request["id"]
 
 
@@ -109,10 +109,10 @@ async def test_an_engine_that_dies_is_told(start_router: StartRouter, d: MockEng
     router = await start_router(ui=True)
     name = router.engine(d).name
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
         await d.stop()
         while True:
-            engine = (await until(events, "change")).get("engines", {}).get(name, {})
+            engine = (await until_sent(events, "change")).get("engines", {}).get(name, {})
             if engine.get("health") == "unhealthy":
                 assert engine["reason"]
                 assert abs(time.time() - engine["since"]) < 60
@@ -126,11 +126,11 @@ async def test_failures_on_the_way_are_told_with_what_followed(
     async with running_engine(usual_decode) as other:
         router = await start_router(ui=True, ds=[d, other])
         async with looking(router) as events:
-            await until(events, "snapshot")
+            await until_sent(events, "snapshot")
             failures: list[str] = []
             for _ in range(2):  # one of them begins at the one that fails
                 assert (await router.complete()).status_code == 200
-                (request,) = (await until(events, "ended"))["requests"]
+                (request,) = (await until_sent(events, "ended"))["requests"]
                 failures += request["failures"]
     name = router.engine(d).name
     assert failures == [f"decode at {name}: status_5xx; prefilled again"]
@@ -142,9 +142,9 @@ async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
     router = await start_router(ui=True)
     router.engine(d).capabilities.lists_capabilities = True
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
         await router.complete()
-        (request,) = (await until(events, "ended"))["requests"]
+        (request,) = (await until_sent(events, "ended"))["requests"]
         transfer = {
             "what": "READ",
             "found_by": hash_request_id(request["id"]),
@@ -157,10 +157,10 @@ async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
         d.pages["/metrics"] = b"\n"
         page = {"ranks": [{"transfers": [transfer | {"found_by": "x"}, transfer]}]}
         d.pages["/disagg/leases"] = json.dumps(page).encode()
-        moved = (await until(events, "moved"))[request["key"]]
+        moved = (await until_sent(events, "moved"))[request["key"]]
         assert (moved["prompt"]["blocks"], moved["prompt"]["ms"], moved["turn"]) == (3, 2.0, None)
         async with looking(router) as others:  # who comes later hears it with the request
-            (later,) = (await until(others, "snapshot"))["ended"]
+            (later,) = (await until_sent(others, "snapshot"))["ended"]
             assert later["moved"] == moved
 
 
@@ -172,7 +172,7 @@ async def test_nothing_is_gathered_while_nobody_looks(
     before = asyncio.all_tasks()
     assert not is_watched(router)
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
         assert is_watched(router)
         await eventually(lambda: d.looks)
     await eventually(lambda: not is_watched(router))  # its task ends after the last who looked
@@ -213,7 +213,7 @@ async def test_the_token_lets_in(start_router: StartRouter) -> None:
     token = TOKEN.replace(" ", "-")
     router = await start_router(ui=True, ui_token=token)
     async with looking(router, authorization=f"Bearer {token}") as events:
-        whole = await until(events, "snapshot")
+        whole = await until_sent(events, "snapshot")
     assert token not in json.dumps(whole)
 
 
@@ -240,13 +240,13 @@ async def test_so_many_may_look_and_no_more(start_router: StartRouter) -> None:
     async with contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(looking(router)) for _ in range(MAX_VIEWERS)]
         for events in held:
-            await until(events, "snapshot")
+            await until_sent(events, "snapshot")
         answer = await router.client.get("/ui/events")
         assert answer.status_code == 503
         assert answer.json()["error"]["message"]
     await eventually(lambda: not hub_of(router).num_viewers)
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
 
 
 async def test_who_does_not_read_is_cut_off(
@@ -273,7 +273,7 @@ async def test_a_router_that_shuts_down_says_so_and_ends_the_feed(
 ) -> None:
     router = await start_router(ui=True)
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
         router.gateway.tasks.is_draining = True
         async with asyncio.timeout(5):
             rest = [(name, content) async for name, content in events]
@@ -288,10 +288,10 @@ async def test_a_router_that_shuts_down_says_so_and_ends_the_feed(
 async def test_changed_settings_are_sent(start_router: StartRouter) -> None:
     router = await start_router(ui=True)
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
         gateway = router.gateway
         gateway.tune(gateway.settings.model_copy(update={"max_engine_requests": 7}))
-        again = await until(events, "snapshot")
+        again = await until_sent(events, "snapshot")
     values = {one["flag"]: one["value"] for one in again["settings"]}
     assert values["--max-engine-requests"] == "7"
 
@@ -303,7 +303,7 @@ async def test_a_late_viewer_sees_why_requests_were_refused(
     await d.stop()
     assert (await router.complete()).status_code == 503
     async with looking(router) as events:
-        whole = await until(events, "snapshot")
+        whole = await until_sent(events, "snapshot")
     (refused,) = whole["refusals"]
     assert (refused["status"], refused["count"]) == (503, 1)
     assert refused["text"]
@@ -320,7 +320,7 @@ async def test_a_fault_of_ours_ends_the_feed_and_nothing_else(
                 assert [event async for event in events] == []
         assert (await router.complete()).status_code == 200
     async with looking(router) as events:
-        await until(events, "snapshot")
+        await until_sent(events, "snapshot")
 
 
 async def test_a_queue_has_bounds() -> None:

@@ -17,7 +17,7 @@ from router.ui.snapshot import OtherWorkers, ProcessSnapshot, serve_snapshots, s
 from scripts.mock_engine import MockEngine
 from tests.unit.router.harness import eventually
 from tests.unit.router.test_workers import BODY, family
-from tests.unit.router.ui.test_hub import events_of, until
+from tests.unit.router.ui.test_hub import fed_events, until_sent
 from tests.unit.router.ui.test_snapshot import one
 
 
@@ -28,10 +28,10 @@ async def test_the_requests_of_all_workers_are_seen(p: MockEngine, d: MockEngine
         httpx.AsyncClient(base_url=router.url, timeout=10) as client,
         client.stream("GET", "/ui/events") as answer,
     ):
-        events = events_of(answer)
-        picture = await until(events, "snapshot")
+        events = fed_events(answer)
+        picture = await until_sent(events, "snapshot")
         while picture["workers"]["answered"] < 2:
-            picture |= await until(events, "change")
+            picture |= await until_sent(events, "change")
         sent: set[str] = set()
         while len(sent) < 16:
             async with httpx.AsyncClient(base_url=router.url) as other:  # its own connection
@@ -39,13 +39,13 @@ async def test_the_requests_of_all_workers_are_seen(p: MockEngine, d: MockEngine
                 sent.add(done.headers["x-request-id"])
         seen: list[dict[str, Any]] = []
         while not sent <= {request["id"] for request in seen}:
-            seen += (await until(events, "ended"))["requests"]
+            seen += (await until_sent(events, "ended"))["requests"]
         assert {request["key"].split("-")[0] for request in seen} == set(map(str, pids))
         assert len(seen) == len(sent), "each once"
         os.kill(next(pid for pid in pids if not _serves(answer, pid)), signal.SIGKILL)
-        while (await until(events, "change")).get("workers") != {"answered": 1, "known": 2}:
+        while (await until_sent(events, "change")).get("workers") != {"answered": 1, "known": 2}:
             pass
-        while (await until(events, "change")).get("workers") != {"answered": 2, "known": 2}:
+        while (await until_sent(events, "change")).get("workers") != {"answered": 2, "known": 2}:
             pass
 
 
@@ -96,7 +96,7 @@ async def source(tmp_path: Path) -> AsyncIterator[Source]:
 
 
 @contextlib.asynccontextmanager
-async def running(workers: OtherWorkers) -> AsyncIterator[None]:
+async def polling(workers: OtherWorkers) -> AsyncIterator[None]:
     task = asyncio.create_task(workers.run())
     try:
         yield
@@ -110,7 +110,7 @@ async def test_a_line_is_there_only_as_long_as_somebody_looks(
 ) -> None:
     workers = OtherWorkers(tmp_path, 0, 3)
     await eventually(lambda: not source.is_read)
-    async with running(workers):
+    async with polling(workers):
         await eventually(lambda: workers.snapshots() == [one(7), None])
         assert source.is_read
     await eventually(lambda: not source.is_read)
@@ -132,7 +132,7 @@ async def test_a_worker_that_is_frozen_or_talks_nonsense_is_none(
 
     server = await asyncio.start_unix_server(talk, snapshot_socket(tmp_path, 1))
     workers = OtherWorkers(tmp_path, 0, 2)
-    async with running(workers):
+    async with polling(workers):
         await eventually(lambda: len(writers) >= 4 and workers.snapshots() == [one(4)])
         # It says no more: what it said last is not what is so for ever.
         await eventually(lambda: workers.snapshots() == [None])

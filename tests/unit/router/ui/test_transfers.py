@@ -37,7 +37,7 @@ def transfer(client: str = "id", what: str = "READ", blocks: int = 3, age: float
     return TransferSeen(what, NAME.format(client), "p-1", blocks, blocks * 10, 0.25, age)
 
 
-def ended(key: str = "k", **fields: Any) -> RequestSummary:
+def summary(key: str = "k", **fields: Any) -> RequestSummary:
     made = record(prefiller="p", decoder="d", ended=101.0, **fields)
     return summarize_request(made, "w", 1000.0).model_copy(update={"key": key})
 
@@ -118,16 +118,16 @@ def test_who_reads_and_who_writes_say_which_way_it_went(
     assert traffic.byte_rates(ROLES, 0.0) == {way: 50.0}
 
 
-def said(at: float, *transfers: Any) -> TransferPage:
+def moved(at: float, *transfers: Any) -> TransferPage:
     return parse_transfers({"ranks": [rank(transfers=transfers)]}, at)
 
 
 def test_a_request_is_told_once_what_was_moved_for_it() -> None:
     time = 200.0
     awaited = TransferMatcher(lambda: time)
-    awaited.expect([ended()])
-    assert awaited.take({"d": said(200.0, transfer())}, 1000.0) == {}, "asked before its end"
-    pages = {"d": said(201.0, transfer(), transfer("another")), "p": said(201.0)}
+    awaited.expect([summary()])
+    assert awaited.take({"d": moved(200.0, transfer())}, 1000.0) == {}, "asked before its end"
+    pages = {"d": moved(201.0, transfer(), transfer("another")), "p": moved(201.0)}
     # It came at 100 by our clock, and moved at 200.
     whole = RequestTransfers(prompt=TransferView(blocks=3, bytes=30, ms=250.0, ended=100_000.0))
     assert awaited.take(pages, 1000.0) == {"k": whole}
@@ -146,8 +146,8 @@ def test_a_loan_of_an_engine_of_any_role_is_shown_as_one(role: EngineRole) -> No
 
 def test_a_borrowed_prefix_is_matched_with_its_request() -> None:
     awaited = TransferMatcher(lambda: 200.0)
-    awaited.expect([ended(borrowed_from="q")])
-    (found,) = awaited.take({"p": said(201.0, transfer(what="LOAN", blocks=5))}, 0.0).values()
+    awaited.expect([summary(borrowed_from="q")])
+    (found,) = awaited.take({"p": moved(201.0, transfer(what="LOAN", blocks=5))}, 0.0).values()
     assert found.turn is not None
     assert found.turn.blocks == 5
 
@@ -155,12 +155,12 @@ def test_a_borrowed_prefix_is_matched_with_its_request() -> None:
 def test_a_push_is_told_by_the_prefiller_and_a_turn_when_it_is_heard_of() -> None:
     time = 200.0
     awaited = TransferMatcher(lambda: time)
-    awaited.expect([ended(reused_from="d")])
-    pages = {"p": said(201.0, transfer(what="WRITE", blocks=2)), "d": said(201.0)}
+    awaited.expect([summary(reused_from="d")])
+    pages = {"p": moved(201.0, transfer(what="WRITE", blocks=2)), "d": moved(201.0)}
     (first,) = awaited.take(pages, 1000.0).values()
     assert first.prompt is not None
     assert (first.prompt.blocks, first.turn) == (2, None)
-    pages["p"] = said(202.0, transfer(what="WRITE", blocks=2), transfer(blocks=5))
+    pages["p"] = moved(202.0, transfer(what="WRITE", blocks=2), transfer(blocks=5))
     (second,) = awaited.take(pages, 1000.0).values()
     assert second.turn is not None
     assert (second.prompt, second.turn.blocks) == (first.prompt, 5)
@@ -169,11 +169,11 @@ def test_a_push_is_told_by_the_prefiller_and_a_turn_when_it_is_heard_of() -> Non
 def test_who_waits_has_bounds_in_number_and_time() -> None:
     time = 200.0
     awaited = TransferMatcher(lambda: time)
-    awaited.expect([ended(str(n)) for n in range(2 * MAX_AWAITED_REQUESTS)])
+    awaited.expect([summary(str(n)) for n in range(2 * MAX_AWAITED_REQUESTS)])
     time += REPORT_TIMEOUT_S + 1
-    pages = {"d": said(time, transfer())}
+    pages = {"d": moved(time, transfer())}
     assert len(awaited.take(pages, 1000.0)) == MAX_AWAITED_REQUESTS
-    awaited.expect([ended("late")])
+    awaited.expect([summary("late")])
     time += REPORT_TIMEOUT_S + 1
     assert awaited.take({"d": TransferPage(0.0)}, 1000.0) == {}
-    assert awaited.take({"d": said(time, transfer())}, 1000.0) == {}
+    assert awaited.take({"d": moved(time, transfer())}, 1000.0) == {}
