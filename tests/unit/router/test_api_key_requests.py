@@ -56,6 +56,12 @@ def keys(tmp_path: Path) -> WriteKeys:
     return write
 
 
+@pytest.fixture
+async def keyed(start_router: StartRouter, keys: WriteKeys) -> Router:
+    """A router that knows KEY alone."""
+    return await start_router(api_keys_file=keys(entry("one", KEY)))
+
+
 async def ask_as(router: Router, key: str | None = KEY, **fields: Any) -> httpx.Response:
     headers = {} if key is None else {"authorization": f"Bearer {key}"}
     return await router.client.post("/v1/completions", json=BODY | fields, headers=headers)
@@ -73,41 +79,34 @@ def check_unauthorized(answer: httpx.Response) -> None:
 # Who may come in.
 
 
-async def test_who_shows_a_key_is_let_in_and_nobody_else(
-    start_router: StartRouter, keys: WriteKeys, p: MockEngine
-) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    assert (await ask_as(router)).status_code == 200
+async def test_who_shows_a_key_is_let_in_and_nobody_else(keyed: Router, p: MockEngine) -> None:
+    assert (await ask_as(keyed)).status_code == 200
     asked = len(p.requests)
     for wrong in (None, OTHER, "x", KEY + "x", KEY[:-1], KEY.upper(), "a" * 5000):
-        answer = await ask_as(router, wrong)
+        answer = await ask_as(keyed, wrong)
         check_unauthorized(answer)
         if wrong:
             assert answer.json()["error"]["message"].startswith("Incorrect API key provided")
             assert wrong not in answer.text
-    assert "didn't provide an API key" in (await ask_as(router, None)).text
+    assert "didn't provide an API key" in (await ask_as(keyed, None)).text
     assert len(p.requests) == asked
 
 
 @pytest.mark.parametrize("line", [b"POST /v1/completions", b"GET /v1/models"])
-async def test_key_in_a_trailer_is_no_key(
-    start_router: StartRouter, keys: WriteKeys, line: bytes
-) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+async def test_key_in_a_trailer_is_no_key(keyed: Router, line: bytes) -> None:
     head = line + b" HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n"
     trailer = b"0\r\nauthorization: Bearer %b\r\n\r\n" % KEY.encode()
-    async with router.socket() as client:
+    async with keyed.socket() as client:
         content = chunk(json.dumps(BODY).encode())
         await client.send(head + b"content-type: application/json\r\n\r\n" + content + trailer)
         assert status_of(await client.head()) == 401
 
 
-async def test_anthropics_header_does_too(start_router: StartRouter, keys: WriteKeys) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    answer = await router.client.post("/v1/completions", json=BODY, headers={"x-api-key": KEY})
+async def test_anthropics_header_does_too(keyed: Router) -> None:
+    answer = await keyed.client.post("/v1/completions", json=BODY, headers={"x-api-key": KEY})
     assert answer.status_code == 200
     check_unauthorized(
-        await router.client.post("/v1/completions", json=BODY, headers={"x-api-key": OTHER})
+        await keyed.client.post("/v1/completions", json=BODY, headers={"x-api-key": OTHER})
     )
 
 
@@ -127,11 +126,8 @@ async def test_anthropics_header_does_too(start_router: StartRouter, keys: Write
         "authorization: Bearer\r\n",
     ],
 )
-async def test_what_is_not_clearly_a_key_is_none(
-    start_router: StartRouter, keys: WriteKeys, p: MockEngine, lines: str
-) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    async with router.socket() as client:
+async def test_what_is_not_clearly_a_key_is_none(keyed: Router, p: MockEngine, lines: str) -> None:
+    async with keyed.socket() as client:
         body = json.dumps(BODY).encode()
         await client.send(post(body, headers=lines.encode("latin-1")))
         head = await client.head()
@@ -160,12 +156,11 @@ async def test_what_is_not_clearly_a_key_is_none(
     ],
 )
 async def test_every_page_that_is_not_listed_as_open_wants_a_key(
-    start_router: StartRouter, keys: WriteKeys, p: MockEngine, path: str
+    keyed: Router, p: MockEngine, path: str
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
     body = json.dumps(BODY).encode()
     for method in (b"POST", b"GET"):
-        async with router.socket() as client:
+        async with keyed.socket() as client:
             await client.send(post(body, path).replace(b"POST", method, 1))
             head = await client.head()
             assert head.split(b" ", 2)[1] == b"401", (method, head)
@@ -178,15 +173,14 @@ async def test_every_page_that_is_not_listed_as_open_wants_a_key(
 )
 @pytest.mark.parametrize("is_slow", [False, True])
 async def test_unauthorized_requests_to_anthropics_api_get_anthropics_error_and_an_access_line(
-    start_router: StartRouter, keys: WriteKeys, path: str, is_slow: bool
+    keyed: Router, path: str, is_slow: bool
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
     lines: list[str] = []
-    router.gateway.records.add_reader(
+    keyed.gateway.records.add_reader(
         lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
     )
     sent = post(json.dumps(BODY).encode(), path, b"x-api-key: %b\r\n" % OTHER.encode())
-    async with router.socket() as client:
+    async with keyed.socket() as client:
         await client.send(sent[:-1] if is_slow else sent)  # the key is wrong whatever follows
         head, body = await client.answer()
     assert head.split(b" ", 2)[1] == b"401"
@@ -194,18 +188,17 @@ async def test_unauthorized_requests_to_anthropics_api_get_anthropics_error_and_
     error = {"type": "authentication_error", "message": "Incorrect API key provided."}
     assert json.loads(body) == {"type": "error", "error": error}
     if path != "/v1/messages/x":  # the application's requests have no access lines
-        router.gateway.records.flush()
+        keyed.gateway.records.flush()
         (line,) = (json.loads("{" + line + "}") for line in lines)
         assert (line["endpoint"], line["status"]) == (path.partition("?")[0], 401)
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/tokenize"])
 async def test_unauthorized_requests_to_other_apis_get_openais_error(
-    start_router: StartRouter, keys: WriteKeys, path: str
+    keyed: Router, path: str
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    check_unauthorized(await router.client.post(path, json=BODY))
-    assert router.metric("unauthorized_total", reason="missing") == 1
+    check_unauthorized(await keyed.client.post(path, json=BODY))
+    assert keyed.metric("unauthorized_total", reason="missing") == 1
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
@@ -214,15 +207,13 @@ async def test_unauthorized_requests_to_other_apis_get_openais_error(
     "path", ["/v1/completions", "/v1/messages", "/tokenize", "/v1/models", "/anything"]
 )
 async def test_api_key_is_looked_up_once_for_each_request(
-    start_router: StartRouter,
-    keys: WriteKeys,
+    keyed: Router,
     monkeypatch: pytest.MonkeyPatch,
     path: str,
     key: str,
     is_slow: bool,
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    authenticator = router.gateway.authenticator
+    authenticator = keyed.gateway.authenticator
     assert authenticator is not None
     identify, lookups = authenticator.identify, 0
 
@@ -233,7 +224,7 @@ async def test_api_key_is_looked_up_once_for_each_request(
 
     monkeypatch.setattr(authenticator, "identify", count)
     sent = post(json.dumps(BODY).encode(), path, b"authorization: Bearer %b\r\n" % key.encode())
-    async with router.socket() as client:
+    async with keyed.socket() as client:
         if is_slow:
             await client.send(sent[:-1])
             await eventually(lambda: lookups)
@@ -265,19 +256,17 @@ async def test_key_that_is_revoked_before_the_body_has_arrived_is_refused(
 
 
 async def test_application_refuses_requests_that_the_server_has_not_authenticated(
-    start_router: StartRouter, keys: WriteKeys
+    keyed: Router,
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    transport = httpx.ASGITransport(router.app)
+    transport = httpx.ASGITransport(keyed.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
         check_unauthorized(await client.get("/v1/models", headers=BEARER))
         assert (await client.get("/health", headers=BEARER)).status_code == 200
 
 
 async def test_proxy_refuses_requests_that_the_server_has_not_authenticated(
-    start_router: StartRouter, keys: WriteKeys, p: MockEngine
+    keyed: Router, p: MockEngine
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
     sent: list[bytes] = []
     connection: Any = SimpleNamespace(
         send=sent.append, common_lines=lambda writer: b"", finish_answer=lambda writer: None
@@ -285,7 +274,7 @@ async def test_proxy_refuses_requests_that_the_server_has_not_authenticated(
     headers = [(b"authorization", b"Bearer %b" % KEY.encode())]
     loop, body = asyncio.get_running_loop(), json.dumps(BODY).encode()
     writer = ResponseWriter(loop, connection, 0.0, "/v1/completions", headers, body)
-    await serve(writer, router.gateway)
+    await serve(writer, keyed.gateway)
     assert sent[0].startswith(b"HTTP/1.1 401 ")
     assert not p.requests
 
@@ -307,33 +296,29 @@ async def test_without_a_file_everybody_may_come_in_and_engines_see_what_clients
 
 
 async def test_a_stranger_is_counted_and_its_key_is_nowhere(
-    start_router: StartRouter, keys: WriteKeys, caplog: pytest.LogCaptureFixture
+    keyed: Router, caplog: pytest.LogCaptureFixture
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
-    await ask_as(router, OTHER)
-    await ask_as(router, None)
-    await router.client.get("/v1/models")
-    await ask_as(router)
-    router.gateway.records.flush()
-    assert router.metric("unauthorized_total", reason="incorrect") == 1
-    assert router.metric("unauthorized_total", reason="missing") == 2
-    metrics = (await router.client.get("/metrics")).text
+    await ask_as(keyed, OTHER)
+    await ask_as(keyed, None)
+    await keyed.client.get("/v1/models")
+    await ask_as(keyed)
+    keyed.gateway.records.flush()
+    assert keyed.metric("unauthorized_total", reason="incorrect") == 1
+    assert keyed.metric("unauthorized_total", reason="missing") == 2
+    metrics = (await keyed.client.get("/metrics")).text
     for secret in (KEY, OTHER, digest_of(KEY.encode()).hex()):
         assert secret not in caplog.text
         assert secret not in metrics
 
 
-async def test_the_access_line_says_whose_request_it_was(
-    start_router: StartRouter, keys: WriteKeys
-) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
+async def test_the_access_line_says_whose_request_it_was(keyed: Router) -> None:
     lines: list[str] = []
 
-    router.gateway.records.add_reader(
+    keyed.gateway.records.add_reader(
         lambda ended: lines.extend(AccessLine(r, 0).json() for r in ended)
     )
-    await ask_as(router)
-    router.gateway.records.flush()
+    await ask_as(keyed)
+    keyed.gateway.records.flush()
     (line,) = lines
     assert json.loads("{" + line + "}")["key"] == "one"
 
@@ -342,11 +327,10 @@ async def test_the_access_line_says_whose_request_it_was(
 
 
 async def test_engines_never_see_what_clients_show(
-    start_router: StartRouter, keys: WriteKeys, p: MockEngine, d: MockEngine
+    keyed: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router(api_keys_file=keys(entry("one", KEY)))
     headers = BEARER | {"x-api-key": KEY, "x-other": "passes"}
-    assert (await router.client.post("/v1/completions", json=BODY, headers=headers)).is_success
+    assert (await keyed.client.post("/v1/completions", json=BODY, headers=headers)).is_success
     for engine in (p, d):
         assert KEY not in str(engine.last.headers)
         assert engine.last.header("authorization") is None
