@@ -16,7 +16,7 @@ from router.telemetry.metric_types import nearest_rank
 from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answer_after
-from tests.unit.router.harness import eventually
+from tests.unit.router.harness import Router, eventually
 
 TEXTS = (b"Hel", b"lo", b"", b"!")
 USAGE = {
@@ -154,9 +154,8 @@ async def test_ctrl_c_prints_what_was_measured(
 
 
 async def test_what_fails_is_counted_by_its_reason(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+    router: Router, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    router = await start_router()
     await p.stop()
     await d.stop()
     arguments = [router.url, "--model", "m", "--requests", "4", "--concurrency", "2"]

@@ -169,9 +169,8 @@ async def test_plain_bytes_count_among_the_held_bodies(
 
 
 async def test_client_that_leaves_while_its_body_is_decompressed_leaves_no_memory_behind(
-    start_router: StartRouter, p: MockEngine
+    router: Router, p: MockEngine
 ) -> None:
-    router = await start_router()
     packed = gzip.compress(json.dumps({**BODY, "prompt": "a" * 32 * MIB}).encode())
     async with router.socket() as client:
         await client.send(post(packed, headers=JSON_LINE + b"content-encoding: gzip\r\n"))

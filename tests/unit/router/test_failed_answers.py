@@ -163,9 +163,8 @@ async def test_another_decoder_answers(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 async def test_where_there_is_no_other_it_is_an_error(
-    start_router: StartRouter, d: MockEngine, path: str, stream: bool
+    router: Router, d: MockEngine, path: str, stream: bool
 ) -> None:
-    router = await start_router()
     d.usual = streaming(ROLE, sse(FAILED), DONE) if stream else answering(200, NO_WHOLE["an error"])
     answer = await post_to(router, path, stream)
     assert answer.status_code == 502
@@ -229,13 +228,12 @@ LATER = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("later", LATER.values(), ids=LATER)
 async def test_once_something_was_sent_the_stream_ends_with_an_error(
-    start_router: StartRouter,
+    router: Router,
     d: MockEngine,
     path: str,
     later: bytes,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    router = await start_router()
     is_seen = asyncio.Event()
 
     async def breaks(request: Received, peer: Peer) -> None:
@@ -277,10 +275,9 @@ async def test_once_something_was_sent_the_stream_ends_with_an_error(
 @pytest.mark.parametrize("finish", ["a reason of next year"])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_end_that_a_dialect_cannot_tell_is_no_success(
-    start_router: StartRouter, d: MockEngine, stream: bool, finish: str
+    router: Router, d: MockEngine, stream: bool, finish: str
 ) -> None:
     """Every engine would end it so: nobody is blamed, and no other one is asked."""
-    router = await start_router()
     events = (ROLE, event_with("some"), event_with("text", finish), DONE)
     d.usual = (
         streaming(*events)
@@ -349,11 +346,8 @@ async def test_a_request_that_is_wrong_is_no_fault_of_the_engine(
 
 
 @pytest.mark.parametrize("n", [1, 2])
-async def test_a_leg_that_must_answer_says_so(
-    start_router: StartRouter, d: MockEngine, n: int
-) -> None:
+async def test_a_leg_that_must_answer_says_so(router: Router, d: MockEngine, n: int) -> None:
     """Whatever threshold an engine has of its own, or the client hides for it."""
-    router = await start_router()
     d.usual = good
     xargs = {"cache_hit_threshold": 0.9, "mine": 1}
     assert (await router.complete(n=n, vllm_xargs=xargs)).status_code == 200
@@ -375,14 +369,13 @@ async def test_a_leg_that_must_answer_says_so(
     ],
 )
 async def test_endpoints_that_one_engine_answers(
-    start_router: StartRouter,
+    router: Router,
     d: MockEngine,
     path: str,
     body: dict[str, Any],
     answer: bytes,
     status: int,
 ) -> None:
-    router = await start_router()
     d.usual = answering(200, answer)
     told = await router.client.post(path, json={"model": "m", **body})
     assert told.status_code == status

@@ -90,9 +90,8 @@ async def words_of(router: Router, **fields: Any) -> list[str]:
 @pytest.mark.parametrize("others", [says_nothing, is_silent, rejects])
 @pytest.mark.parametrize("winner", [0, 1, 2])
 async def test_the_first_that_accepts_answers_and_the_others_are_left(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine], winner: int, others: Script
+    router: Router, p: MockEngine, ds: list[MockEngine], winner: int, others: Script
 ) -> None:
-    router = await start_router()
     for number, engine in enumerate(ds):
         engine.scripts = [to_the_end if number == winner else others]
     assert await words_of(router) == WORDS
@@ -111,9 +110,8 @@ async def test_the_first_that_accepts_answers_and_the_others_are_left(
 
 
 async def test_where_all_reject_both_legs_follow_and_nothing_is_seen(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
+    router: Router, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     for engine in ds:
         engine.usual = rejects
     assert await words_of(router) == WORDS
@@ -125,9 +123,8 @@ async def test_where_all_reject_both_legs_follow_and_nothing_is_seen(
 
 
 async def test_of_two_that_accept_in_one_turn_of_the_loop_one_answers(
-    start_router: StartRouter, ds: list[MockEngine]
+    router: Router, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     together = asyncio.Barrier(3)
 
     async def at_once(request: Received, peer: Peer) -> None:
@@ -144,9 +141,8 @@ async def test_of_two_that_accept_in_one_turn_of_the_loop_one_answers(
 
 @pytest.mark.parametrize("fields", [{"stream": False}, {"cache_hit_threshold": 0}, {"n": 2}])
 async def test_one_decoder_is_asked_where_more_would_compute(
-    start_router: StartRouter, ds: list[MockEngine], fields: dict[str, Any]
+    router: Router, ds: list[MockEngine], fields: dict[str, Any]
 ) -> None:
-    router = await start_router()
     answer = await router.complete(**({"stream": True, "cache_hit_threshold": 0.5} | fields))
     assert answer.status_code == 200
     assert sum(len(legs(engine)) for engine in ds) == 1
@@ -190,9 +186,8 @@ async def test_no_more_are_asked_than_the_setting_says(
     ],
 )
 async def test_what_is_no_answer_does_not_win(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine], absurd: Script
+    router: Router, p: MockEngine, ds: list[MockEngine], absurd: Script
 ) -> None:
-    router = await start_router()
     has_failed = asyncio.Event()
     ds[0].scripts, ds[1].scripts, ds[2].scripts = (
         [absurd],
@@ -208,9 +203,8 @@ async def test_what_is_no_answer_does_not_win(
 
 
 async def test_whoever_failed_is_not_asked_for_what_the_others_reject(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
+    router: Router, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     ds[0].usual, ds[1].usual, ds[2].usual = fails, rejects, fails
     assert await words_of(router) == WORDS
     assert [len(legs(engine)) for engine in (p, *ds)] == [1, 1, 2, 1]
@@ -270,9 +264,8 @@ async def test_a_frozen_decoder_holds_nothing_up_once_another_has_rejected(
 
 
 async def test_a_client_that_leaves_leaves_nobody_behind(
-    start_router: StartRouter, ds: list[MockEngine]
+    router: Router, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     for engine in ds:
         engine.scripts = [is_silent]
     body = {"model": "m", "prompt": "x", "stream": True, "cache_hit_threshold": 1}
@@ -285,9 +278,8 @@ async def test_a_client_that_leaves_leaves_nobody_behind(
 
 
 async def test_the_winners_stream_goes_on_elsewhere_when_it_dies(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
+    router: Router, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     ds[0].scripts, ds[1].scripts, ds[2].scripts = [rejects], [dies_after(2)], [says_nothing]
     assert await words_of(router) == WORDS
     (prefill,) = legs(p)
@@ -345,9 +337,8 @@ async def test_whoever_waits_for_a_place_does_not_get_the_winners(
 
 
 async def test_nobody_is_asked_besides_while_the_retry_budget_is_spent(
-    start_router: StartRouter, ds: list[MockEngine]
+    router: Router, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     while router.gateway.budget.take(now()):
         pass
     assert await words_of(router) == WORDS
@@ -357,9 +348,8 @@ async def test_nobody_is_asked_besides_while_the_retry_budget_is_spent(
 
 @pytest.mark.parametrize("alone", [False, True])
 async def test_what_a_loser_keeps_of_a_turn_is_given_back_and_the_winners_is_kept(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine], alone: bool
+    router: Router, p: MockEngine, ds: list[MockEngine], alone: bool
 ) -> None:
-    router = await start_router()
     p.usual = prefilling()
     is_decided = asyncio.Event()
 
@@ -396,9 +386,8 @@ async def test_what_a_loser_keeps_of_a_turn_is_given_back_and_the_winners_is_kep
 
 
 async def test_a_turn_is_asked_where_the_last_one_is_and_nowhere_else(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
+    router: Router, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     p.usual = prefilling()
     for engine in ds:
         engine.usual = decoding()
@@ -414,9 +403,8 @@ async def test_a_turn_is_asked_where_the_last_one_is_and_nowhere_else(
 
 
 async def test_a_chat_is_told_its_role_once(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
+    router: Router, p: MockEngine, ds: list[MockEngine]
 ) -> None:
-    router = await start_router()
     ds[0].usual, ds[1].usual, ds[2].usual = rejects, decoding(), says_nothing
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "stream": True}
     answer = await router.client.post(

@@ -130,14 +130,13 @@ async def answered(router: Router, stream: bool, **fields: Any) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("number", [1, 3])
 async def test_another_decoder_goes_on(
-    start_router: StartRouter,
+    router: Router,
     p: MockEngine,
     d: MockEngine,
     d2: MockEngine,
     number: int,
     stream: bool,
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [hands_back(number)]  # whoever is asked first
     assert await answered(router, stream, logprobs=0) == WORDS
     _, again = legs(p)
@@ -176,10 +175,9 @@ async def test_the_only_decoder_goes_on_with_its_own(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_whoever_is_asked_last_is_to_find_room(
-    start_router: StartRouter, d: MockEngine, d2: MockEngine, stream: bool
+    router: Router, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
     """However often it was handed back: --max-resumes is 2."""
-    router = await start_router()
     d.usual = d2.usual = hands_back(3)
     for _ in range(3):
         assert await answered(router, stream) == WORDS
@@ -212,9 +210,8 @@ async def test_it_costs_neither_the_budget_nor_the_moves_of_real_failures(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_that_has_said_nothing_is_prefilled_anew(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [hands_back(0)]
     assert await answered(router, stream) == WORDS
     first, again = legs(p)
@@ -237,9 +234,8 @@ async def test_one_that_has_said_nothing_is_prefilled_anew(
     ],
 )
 async def test_what_makes_no_sense_is_not_gone_on_with(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, begun: object
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine, begun: object
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [hands_back(2, begun)]
     assert await answered(router, stream=False) == WORDS
     assert all("begun" not in params_of(one) for one in legs(p))
@@ -248,9 +244,8 @@ async def test_what_makes_no_sense_is_not_gone_on_with(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_an_answer_that_nobody_has_seen_begins_anew_where_nobody_goes_on(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [hands_back(2)]
     if role == "prefill":
         p.scripts = [computes, refuses]
@@ -293,9 +288,8 @@ async def test_a_stream_that_is_not_kept_is_not_to_be_handed_back(
     ],
 )
 async def test_who_cannot_move_is_not_to_be_handed_back(
-    start_router: StartRouter, d: MockEngine, d2: MockEngine, fields: dict[str, Any], asked: bool
+    router: Router, d: MockEngine, d2: MockEngine, fields: dict[str, Any], asked: bool
 ) -> None:
-    router = await start_router()
     for stream in (False, True):
         assert (await router.complete(**fields, stream=stream)).status_code == 200
     assert [params_of(one).get("hand_back") for one in legs(d, d2)] == [asked] * 2
@@ -334,9 +328,8 @@ async def test_what_nobody_asked_to_have_back_is_no_answer(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_engines_that_always_hand_back_are_not_asked_for_ever(
-    start_router: StartRouter, d: MockEngine, d2: MockEngine, stream: bool
+    router: Router, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    router = await start_router()
     d.usual = d2.usual = always_hands_back
     answer = await router.complete(stream=stream)
     assert answer.status_code == 503, answer.text
@@ -417,9 +410,8 @@ async def test_one_that_has_called_a_tool_is_known_by_what_it_tells(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_a_prefiller_the_decoder_computes_what_was_handed_back(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine, stream: bool
 ) -> None:
-    router = await start_router()
     p.scripts, d.scripts = [computes, fails], [hands_back(2)]
     d2.scripts = d.scripts
     assert await answered(router, stream) == WORDS
@@ -428,9 +420,8 @@ async def test_without_a_prefiller_the_decoder_computes_what_was_handed_back(
 
 
 async def test_a_client_that_leaves_meanwhile_leaves_nothing(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start_router()
     p.scripts, d.scripts = [computes, hang], [hands_back(2)]
     d2.scripts = d.scripts
     asking = asyncio.create_task(router.complete())
@@ -516,9 +507,8 @@ async def test_a_large_answer_is_found_out_too(
 
 
 async def test_many_at_once_are_each_their_own(
-    start_router: StartRouter, d: MockEngine, d2: MockEngine
+    router: Router, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [hands_back(1 + i % 4) for i in range(20)]
     got = await asyncio.gather(*(answered(router, bool(i % 2)) for i in range(30)))
     assert got == [WORDS] * 30

@@ -357,9 +357,8 @@ async def test_only_who_goes_on_is_counted(
 
 
 async def test_what_was_computed_for_a_move_that_fails_is_given_back(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2), fails]
     p.scripts = [computes, computes]
     assert error_in((await router.stream()).text)["code"] == 502
@@ -371,7 +370,7 @@ async def test_what_was_computed_for_a_move_that_fails_is_given_back(
 
 @pytest.mark.parametrize(("said", "released"), [(1, 1), (2, 0)])
 async def test_a_token_that_was_handed_over_shows_no_reading(
-    start_router: StartRouter,
+    router: Router,
     p: MockEngine,
     d: MockEngine,
     d2: MockEngine,
@@ -379,7 +378,6 @@ async def test_a_token_that_was_handed_over_shows_no_reading(
     released: int,
 ) -> None:
     """A decoder says it before it has any of the blocks."""
-    router = await start_router()
     d.scripts = d2.scripts = [dies_after(said)]
     assert texts_of((await router.stream()).text) == WORDS
     await router.settled()
@@ -414,9 +412,8 @@ async def test_engines_that_tell_not_what_they_render_are_like_nobody(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_who_is_to_go_on_may_refuse(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine, role: str
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2)]
     if role == "prefill":
         p.scripts = [computes, refuses]
@@ -429,10 +426,9 @@ async def test_who_is_to_go_on_may_refuse(
 
 
 async def test_streams_of_a_decoder_that_is_taken_away_move(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
     """As its drain's deadline does."""
-    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     asking = asyncio.create_task(router.stream())
     await eventually(lambda: router.gateway.memory.resume_buffers.size > 4 * len(PROMPT) + 4)
@@ -473,9 +469,8 @@ async def test_a_prefiller_that_fails_does_not_end_the_only_move(
 
 
 async def test_an_end_that_was_on_its_way_comes_once(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [dies_after(4, "finish")]
     assert texts_of((await router.stream()).text) == WORDS
 
@@ -508,18 +503,16 @@ async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
 
 @pytest.mark.parametrize("fields", [{"n": 2}, {"suffix": "x"}, {"stream": False}])
 async def test_of_some_requests_nothing_is_asked(
-    start_router: StartRouter, d: MockEngine, d2: MockEngine, fields: dict[str, Any]
+    router: Router, d: MockEngine, d2: MockEngine, fields: dict[str, Any]
 ) -> None:
-    router = await start_router()
     answer = await router.complete(**({"stream": True} | fields))
     assert answer.status_code == 200
     assert all(b"tell_token_ids" not in one.body for one in legs(d, d2))
 
 
 async def test_a_client_that_leaves_leaves_nothing(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     body = json.dumps({"model": "m", "prompt": "x", "stream": True}).encode()
     async with router.socket() as client:

@@ -9,6 +9,7 @@ from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, S
 from tests.unit.router import test_resume
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, reset
+from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import USUAL, running_engine
 from tests.unit.router.test_resume import (
     OURS,
@@ -38,9 +39,8 @@ def ends_cleanly(number: int, how: str) -> Script:
 
 @pytest.mark.parametrize("how", ["done", "half"])
 async def test_an_early_end_is_not_passed_on(
-    start_router: StartRouter, d: MockEngine, d2: MockEngine, how: str
+    router: Router, d: MockEngine, d2: MockEngine, how: str
 ) -> None:
-    router = await start_router()
     d.scripts = d2.scripts = [ends_cleanly(2, how)]
     answer = await router.stream()
     assert texts_of(answer.text) == WORDS

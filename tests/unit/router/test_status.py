@@ -23,7 +23,7 @@ from router.commands.status import (
 from router.server.router_state import state_of
 from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import eventually
+from tests.unit.router.harness import Router, eventually
 
 METRICS = """\
 # TYPE disagg_router_requests_in_flight gauge
@@ -218,9 +218,8 @@ async def test_engines_with_one_engine_id_are_shown_counted_and_logged_once(
 
 
 async def test_a_router_is_shown_as_it_is(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+    router: Router, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    router = await start_router()
     assert (await router.complete()).status_code == 200
     await d.stop()
     await eventually(lambda: not router.engine(d).is_available)
@@ -234,9 +233,8 @@ async def test_a_router_is_shown_as_it_is(
 
 
 async def test_watching_goes_on_when_the_router_does_not_answer(
-    start_router: StartRouter, capsys: pytest.CaptureFixture[str]
+    router: Router, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    router = await start_router()
     loop, looks = asyncio.get_running_loop(), iter(range(3))
 
     def sleep(seconds: float) -> None:

@@ -78,6 +78,12 @@ async def until_shown(router: RouterProcess, context: ssl.SSLContext, name: str)
             await asyncio.sleep(0.05)
 
 
+async def until_metrics_have(client: httpx.AsyncClient, text: str) -> None:
+    async with asyncio.timeout(60):
+        while text not in (await client.get("/metrics")).text:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
 async def until_its_end_is_told(client: httpx.AsyncClient, own: Signed) -> None:
     end = expiry_of(own.certificate.read_bytes())
     async with asyncio.timeout(10):
@@ -113,19 +119,15 @@ async def test_clients_are_served_over_tls_and_a_new_certificate_is_taken_while_
             with pytest.raises(httpx.HTTPError):
                 await plain.get(router.url.replace("https", "http") + "/health")
         await until_shown(router, trusting, "first")
-        async with asyncio.timeout(60):
-            while options and "workers 2.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-
+        if options:
+            await until_metrics_have(client, "workers 2.0")
         await until_its_end_is_told(client, first)
 
         # Half of a new pair, or nonsense, changes nothing, and is said.
         used.certificate.write_bytes(second.certificate.read_bytes())
         await router.until("the certificate stays as it is")
         await until_shown(router, trusting, "first")
-        async with asyncio.timeout(10):
-            while SAID not in (await client.get("/metrics")).text:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until_metrics_have(client, SAID)
         used.key.write_bytes(second.key.read_bytes())
         await until_shown(router, trusting, "second")
         await until_its_end_is_told(client, second)
@@ -152,9 +154,7 @@ async def test_a_worker_that_dies_while_a_file_is_broken_ends_no_other(
         serving_router(p, d, *given) as router,
         httpx.AsyncClient(base_url=router.url, verify=ca.trusting()) as client,
     ):
-        async with asyncio.timeout(60):
-            while "workers 2.0" not in (await client.get("/metrics")).text:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until_metrics_have(client, "workers 2.0")
         used.key.write_text("nonsense")
         line = next(line for line in router.lines if "worker 1 is process" in line)
         os.kill(int(line.split()[-1]), signal.SIGKILL)
@@ -719,27 +719,3 @@ def test_clients_are_asked_for_nothing_unless_there_is_an_authority(
     pair = (first.certificate, first.key)
     assert server_context(pair, None).context.verify_mode is ssl.CERT_NONE
     assert server_context(pair, ca.certificate).context.verify_mode is ssl.CERT_REQUIRED
-
-
-@pytest.mark.parametrize(
-    ("hosts", "over"),
-    [
-        (("https://p1", "p2"), {"p1"}),
-        (("https://[::1]",), {"::1"}),
-        (("p1", "10.0.0.1"), set()),
-    ],
-)
-def test_hosts_say_whether_they_are_reached_over_tls(
-    hosts: tuple[str, ...], over: set[str]
-) -> None:
-    settings = load({"prefiller_hosts": hosts, "prefiller_ports": 1, "decoder_hosts": "d",
-                     "decoder_ports": 2})  # fmt: skip
-    assert {address.host for address in settings.over_tls} == over
-    assert all("/" not in address.host for address in settings.prefillers)
-
-
-@pytest.mark.parametrize("host", ["https://", "https://p1/v1", "https://p1:1", "ftp://x"])
-def test_a_host_with_anything_else_is_refused(host: str) -> None:
-    with pytest.raises(SettingsError, match=r"must be HOST|already"):
-        load({"prefiller_hosts": host, "prefiller_ports": 1, "decoder_hosts": "d",
-              "decoder_ports": 2})  # fmt: skip

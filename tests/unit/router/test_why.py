@@ -13,6 +13,7 @@ from router.ui.live_requests import MAX_RECENT, MAX_RECENT_SHOWN, RecentRequests
 from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import fails
+from tests.unit.router.harness import Router
 
 REQUEST: dict[str, Any] = {
     "id": "chatcmpl-1",
@@ -139,9 +140,8 @@ async def test_why_tells_of_a_request_that_ended_before_anybody_looked(
 
 
 async def test_why_says_that_the_router_keeps_no_requests(
-    start_router: StartRouter, capsys: pytest.CaptureFixture[str]
+    router: Router, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    router = await start_router()
     assert await asyncio.to_thread(main, ["why", "x", router.url]) == 1
     assert "start it with --ui" in capsys.readouterr().err
     with pytest.raises(SystemExit):

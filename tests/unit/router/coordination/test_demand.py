@@ -11,7 +11,7 @@ from router.fleet.engine import BOTH, DECODE, PREFILL, Engine, EngineRole, Engin
 from router.http_client.pool import EnginePool
 from router.settings import Address
 from scripts.mock_engine import MockEngine
-from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router
 
 TOKENS_PER_S = 10_000
 MODEL = {"base_ms": 10.0, "token_us": 100, "token_context_ns": 0, "context_ns": 30.0}
@@ -69,10 +69,7 @@ async def test_regular_samples_measure_the_work_between_two_readers() -> None:
         sampling.cancel()
 
 
-async def test_router_samples_what_its_requests_need(
-    start_router: StartRouter, p: MockEngine
-) -> None:
-    router = await start_router()
+async def test_router_samples_what_its_requests_need(router: Router, p: MockEngine) -> None:
     made = router.engine(p)
     clock = Clock()
     for _ in range(64):

@@ -7,6 +7,7 @@ import pytest
 
 from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 BODIES: dict[str, dict[str, Any]] = {
@@ -31,10 +32,7 @@ async def test_stream_is_read_as_vllm_reads_it(
 
 
 @pytest.mark.parametrize("store", [*NO, *YES, None])
-async def test_response_is_stored_unless_store_is_false(
-    start_router: StartRouter, store: object
-) -> None:
-    router = await start_router()
+async def test_response_is_stored_unless_store_is_false(router: Router, store: object) -> None:
     made = (
         await router.client.post(
             "/v1/responses",
@@ -72,9 +70,8 @@ async def test_engines_get_numbers_and_flags_as_they_were_read(
      ("parallel_tool_calls", "perhaps"), ("max_output_tokens", 1.5), ("max_tokens", {})],
 )  # fmt: skip
 async def test_dialects_refuse_other_values(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, path: str, field: str, value: object
+    router: Router, p: MockEngine, d: MockEngine, path: str, field: str, value: object
 ) -> None:
-    router = await start_router()
     answer = await router.client.post(path, json={**BODIES[path], field: value})
     assert answer.status_code == 400
     assert field in answer.json()["error"]["message"]
@@ -98,9 +95,8 @@ async def test_nested_flags_of_messages_are_read_as_well(
 
 
 async def test_completion_with_logprobs_of_its_prompt_is_recognized_in_any_spelling(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     fields: list[dict[str, Any]] = [
         {"echo": "true", "logprobs": "0"},
         {"echo": 1, "logprobs": False},

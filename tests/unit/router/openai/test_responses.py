@@ -669,9 +669,8 @@ async def test_an_absurd_id_is_a_400(router: Router, p: MockEngine, previous: ob
 
 
 async def test_a_wrong_limit_is_named_as_the_client_knows_it(
-    start_router: StartRouter, d: MockEngine, p: MockEngine
+    router: Router, d: MockEngine, p: MockEngine
 ) -> None:
-    router = await start_router()
     answer = await router.client.post(PATH, json={**ASKED, "max_output_tokens": "abc"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "max_output_tokens")

@@ -9,6 +9,7 @@ import pytest
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, streaming
+from tests.unit.router.harness import Router
 from tests.unit.router.openai.chats import events_of
 
 HI = [{"role": "user", "content": "hi"}]
@@ -73,9 +74,8 @@ def text_in(events: list[dict[str, Any]]) -> str:
 @PATHS
 @pytest.mark.parametrize(("data", "text"), ODD.values(), ids=ODD)
 async def test_odd_event_is_read_whole_and_streamed(
-    start_router: StartRouter, d: MockEngine, path: str, data: bytes, text: str
+    router: Router, d: MockEngine, path: str, data: bytes, text: str
 ) -> None:
-    router = await start_router()
     d.usual = streaming(FIRST, sse(data), LAST, DONE)
     answer = await router.client.post(path, json={**BODIES[path], "stream": True})
     events = events_of(answer.text)

@@ -17,8 +17,8 @@ from router.http_client.sse import SseReader
 from router.proxy.answer_check import StreamValidator, failure_of
 from router.proxy.resume_buffer import ResumeBuffer
 from scripts.mock_engine import MockEngine
-from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering
+from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import event
 from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, choice_of
 
@@ -256,9 +256,8 @@ AN_ERROR = WHOLE.replace(b"text_completion", b"error")
 
 @pytest.mark.parametrize("body", [*CUT_OFF, AN_ERROR])
 async def test_body_that_is_cut_off_or_is_an_error_is_no_answer(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, body: bytes
+    router: Router, p: MockEngine, d: MockEngine, body: bytes
 ) -> None:
-    router = await start_router()
     d.scripts = [answering(200, body)] * 4
     assert (await router.complete()).status_code >= 500
     d.scripts = [answering(200, WHOLE)]

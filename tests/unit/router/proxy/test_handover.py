@@ -10,7 +10,7 @@ from router.proxy.first_token import can_hand_over
 from scripts.mock_engine import MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, fails, refuses
-from tests.unit.router.harness import eventually
+from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import PARAMS
 
 RENDERS = {"model": "1", "tokenizer": "2", "chat_template": "3"}
@@ -51,9 +51,8 @@ def given(engine: MockEngine) -> list[dict[str, Any]]:
 
 
 async def test_decoder_continues_from_the_prefillers_token(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     answer = await router.complete(min_tokens=3, seed=5)
     assert answer.status_code == 200
     asked = p.last.json
@@ -66,9 +65,8 @@ async def test_decoder_continues_from_the_prefillers_token(
 
 
 async def test_clients_cannot_send_generated_tokens(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     theirs = {"begun": {"prompt_token_ids": "AAAA"}, "hand_over": True, "spoken": 1}
     await router.complete(kv_transfer_params=theirs, vllm_xargs={"kv_transfer_params": theirs})
     assert given(d)[-1] == HANDED
@@ -104,9 +102,8 @@ async def test_answer_that_ends_with_its_first_token_needs_no_decoder(
 
 
 async def test_prefiller_alone_answers_a_request_for_one_token(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     answer = await router.stream(max_tokens=1, logprobs=2)
     assert answer.status_code == 200
     assert generations(d) == []
@@ -235,9 +232,8 @@ async def test_generated_tokens_that_were_not_requested_are_removed(
 
 
 async def test_token_that_a_decoder_rejects_is_computed_again(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     d.scripts = [refuses]
     assert (await router.complete()).status_code == 200
     assert given(d) == [HANDED, PROVEN]

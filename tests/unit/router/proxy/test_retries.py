@@ -17,7 +17,7 @@ from router.proxy.retry import MAX_FAILED_LEGS, RULES, Mark, Next, Situation, de
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, raw, reset, usual_decode, usual_prefill
-from tests.unit.router.harness import eventually, post
+from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.http_client.test_connect import no_descriptor_left
 from tests.unit.router.mock_engine import PARAMS, USUAL, event
 from tests.unit.router.proxy.failing import FAULTS, LIMITS, LOST, two_of
@@ -323,9 +323,8 @@ async def test_a_5xx_is_known_by_its_head(
 @pytest.mark.parametrize("odd", [b'"usage": {"a": 1e999}', b'"usage": {"a": "\xff"}'])
 @pytest.mark.parametrize("params", [b'{"prefix_proof": {}, "a": 1e999}', b'{"a": 1e999}'])
 async def test_what_only_a_lenient_reader_takes_passes_as_it_came(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, params: bytes, odd: bytes
+    router: Router, p: MockEngine, d: MockEngine, params: bytes, odd: bytes
 ) -> None:
-    router = await start_router()
     p.scripts = [answering(200, b'{"kv_transfer_params": %b, %b}' % (params, odd))] * 2
     assert (await router.complete(conversation_id="c")).status_code == 200
     assert params[:-1] in d.last.body
@@ -500,9 +499,8 @@ async def test_a_request_whose_time_is_over_blames_nobody_and_asks_nobody_else(
 
 
 async def test_two_clients_with_one_request_id_have_legs_of_their_own(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     headers = {"x-request-id": "mine"}
     body = {"model": "m", "prompt": "x"}
     asked = [router.client.post("/v1/completions", json=body, headers=headers) for _ in range(2)]

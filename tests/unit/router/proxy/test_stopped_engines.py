@@ -19,6 +19,7 @@ from scripts.mock_engine import (
 )
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import streaming_until
+from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import PARAMS, USUAL, event, running_engine
 
 ABORTED = {"index": 0, "text": "", "finish_reason": "abort"}
@@ -102,9 +103,8 @@ async def test_a_prefiller_that_ends_a_request_is_left_for_another_one(
 
 
 async def test_without_another_engine_it_is_no_answer(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     d.usual = answers_with(ABORTED)
     answer = await router.complete()
     assert answer.status_code == 503
@@ -122,9 +122,8 @@ async def test_without_another_engine_it_is_no_answer(
     ],
 )
 async def test_a_text_that_speaks_of_it_is_a_text(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, script: Script
+    router: Router, p: MockEngine, d: MockEngine, script: Script
 ) -> None:
-    router = await start_router()
     d.usual = script
     answer = await router.complete(stream=script.__qualname__.startswith("streaming"))
     assert answer.status_code == 200
@@ -132,9 +131,8 @@ async def test_a_text_that_speaks_of_it_is_a_text(
 
 
 async def test_what_the_client_has_some_of_ends_with_an_error(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     has_some = asyncio.Event()
     d.usual = streaming_until(has_some, event("some"), TEXT_END)
     body = {"model": "m", "prompt": "a", "stream": True}

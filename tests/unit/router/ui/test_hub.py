@@ -25,6 +25,11 @@ TOKEN = "a token of more than sixteen"
 Event = tuple[str, Any]
 
 
+@pytest.fixture
+async def router(start_router: StartRouter) -> Router:
+    return await start_router(ui=True)
+
+
 def hub_of(router: Router) -> DashboardHub:
     hub = router.state.dashboard
     assert hub is not None
@@ -88,8 +93,7 @@ async def test_events_of_a_stream_without_usage_are_counted_while_somebody_looks
     assert (request["completion_tokens"], request["counted"]) == (3, "events")
 
 
-async def test_first_everything_then_what_ended(start_router: StartRouter) -> None:
-    router = await start_router(ui=True)
+async def test_first_everything_then_what_ended(router: Router) -> None:
     async with looking(router) as events:
         whole = await until_sent(events, "snapshot")
         assert [e["role"] for e in whole["engines"].values()] == ["prefill", "decode"]
@@ -105,8 +109,7 @@ async def test_first_everything_then_what_ended(start_router: StartRouter) -> No
         assert again["id"] == request["id"]
 
 
-async def test_an_engine_that_dies_is_told(start_router: StartRouter, d: MockEngine) -> None:
-    router = await start_router(ui=True)
+async def test_an_engine_that_dies_is_told(router: Router, d: MockEngine) -> None:
     name = router.engine(d).name
     async with looking(router) as events:
         await until_sent(events, "snapshot")
@@ -137,9 +140,8 @@ async def test_failures_on_the_way_are_told_with_what_followed(
 
 
 async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
-    start_router: StartRouter, d: MockEngine
+    router: Router, d: MockEngine
 ) -> None:
-    router = await start_router(ui=True)
     router.engine(d).capabilities.lists_capabilities = True
     async with looking(router) as events:
         await until_sent(events, "snapshot")
@@ -164,10 +166,7 @@ async def test_what_an_engine_says_that_it_moved_is_told_of_its_request(
             assert later["moved"] == moved
 
 
-async def test_nothing_is_gathered_while_nobody_looks(
-    start_router: StartRouter, d: MockEngine
-) -> None:
-    router = await start_router(ui=True)
+async def test_nothing_is_gathered_while_nobody_looks(router: Router, d: MockEngine) -> None:
     hub = hub_of(router)
     before = asyncio.all_tasks()
     assert not is_watched(router)
@@ -191,7 +190,8 @@ def _ours(tasks: set[asyncio.Task[Any]]) -> list[str]:
     ]
 
 
-async def test_without_ui_there_is_none(router: Router) -> None:
+async def test_without_ui_there_is_none(start_router: StartRouter) -> None:
+    router = await start_router()
     for path in ("/ui", "/ui/", "/ui/events", "/ui/app.js"):
         assert (await router.client.get(path)).status_code == 404
 
@@ -217,17 +217,13 @@ async def test_the_token_lets_in(start_router: StartRouter) -> None:
     assert token not in json.dumps(whole)
 
 
-async def test_other_sites_are_not_let_in(start_router: StartRouter) -> None:
-    router = await start_router(ui=True)
+async def test_other_sites_are_not_let_in(router: Router) -> None:
     headers = {"sec-fetch-site": "cross-site"}
     assert (await router.client.get("/ui/events", headers=headers)).status_code == 403
 
 
 @pytest.mark.parametrize("path", ["/ui/events", "/ui/requests/x"])
-async def test_rebound_name_reads_nothing_of_the_dashboard(
-    start_router: StartRouter, path: str
-) -> None:
-    router = await start_router(ui=True)
+async def test_rebound_name_reads_nothing_of_the_dashboard(router: Router, path: str) -> None:
     answer = await router.client.get(path, headers={"host": "rebound.page:8000"})
     assert answer.status_code == 403
     for open_path in ("/ui/", "/health", "/ready", "/metrics"):
@@ -235,8 +231,7 @@ async def test_rebound_name_reads_nothing_of_the_dashboard(
         assert answer.status_code == 200
 
 
-async def test_so_many_may_look_and_no_more(start_router: StartRouter) -> None:
-    router = await start_router(ui=True)
+async def test_so_many_may_look_and_no_more(router: Router) -> None:
     async with contextlib.AsyncExitStack() as stack:
         held = [await stack.enter_async_context(looking(router)) for _ in range(MAX_VIEWERS)]
         for events in held:
@@ -269,9 +264,8 @@ async def test_who_does_not_read_is_cut_off(
 
 
 async def test_a_router_that_shuts_down_says_so_and_ends_the_feed(
-    start_router: StartRouter,
+    router: Router,
 ) -> None:
-    router = await start_router(ui=True)
     async with looking(router) as events:
         await until_sent(events, "snapshot")
         router.gateway.tasks.is_draining = True
@@ -285,8 +279,7 @@ async def test_a_router_that_shuts_down_says_so_and_ends_the_feed(
     assert rest[0][1]["ready"]["blocking"] == {"router": "shutting down"}
 
 
-async def test_changed_settings_are_sent(start_router: StartRouter) -> None:
-    router = await start_router(ui=True)
+async def test_changed_settings_are_sent(router: Router) -> None:
     async with looking(router) as events:
         await until_sent(events, "snapshot")
         gateway = router.gateway
@@ -296,10 +289,7 @@ async def test_changed_settings_are_sent(start_router: StartRouter) -> None:
     assert values["--max-engine-requests"] == "7"
 
 
-async def test_a_late_viewer_sees_why_requests_were_refused(
-    start_router: StartRouter, d: MockEngine
-) -> None:
-    router = await start_router(ui=True)
+async def test_a_late_viewer_sees_why_requests_were_refused(router: Router, d: MockEngine) -> None:
     await d.stop()
     assert (await router.complete()).status_code == 503
     async with looking(router) as events:
@@ -310,9 +300,8 @@ async def test_a_late_viewer_sees_why_requests_were_refused(
 
 
 async def test_a_fault_of_ours_ends_the_feed_and_nothing_else(
-    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+    router: Router, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router = await start_router(ui=True)
     with monkeypatch.context() as broken:
         broken.setattr(hub_module, "merge_snapshots", lambda *_: 1 / 0)
         async with looking(router) as events:
@@ -341,8 +330,7 @@ async def test_a_queue_has_bounds() -> None:
     assert await Viewer().next(0.01) == b"", "time is over"
 
 
-async def test_its_files_are_safe_and_name_no_other_host(start_router: StartRouter) -> None:
-    router = await start_router(ui=True)
+async def test_its_files_are_safe_and_name_no_other_host(router: Router) -> None:
     answer = await router.client.get("/ui")
     assert (answer.status_code, answer.headers["location"]) == (307, "ui/")
     page = await router.client.get("/ui/")

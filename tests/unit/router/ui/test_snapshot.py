@@ -10,9 +10,8 @@ from router.ui.live_requests import Refusals
 from router.ui.snapshot import KEYED, Json, ProcessSnapshot, changes, merge_snapshots
 from router.ui.standing_checks import CheckResult, CheckState
 from scripts.mock_engine import MockEngine
-from tests.unit.router.conftest import StartRouter
 from tests.unit.router.fleet.test_views import group, seen
-from tests.unit.router.harness import eventually
+from tests.unit.router.harness import Router, eventually
 
 
 def one(in_flight: int = 1, entries: int | None = None) -> ProcessSnapshot:
@@ -118,9 +117,8 @@ def test_no_metrics_break_it(metrics: bytes) -> None:
 
 
 async def test_whatever_an_engine_answers_it_is_no_less_healthy(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine, d: MockEngine
 ) -> None:
-    router = await start_router()
     p.pages = {"/metrics": b"\xff\x00" * 50_000, "/disagg/leases": b"[" * 9000}
     d.pages = {"/metrics": b"vllm:kv_cache_usage_perc 0.5\n"}
     router.engine(p).capabilities.lists_capabilities = True
@@ -135,9 +133,8 @@ async def test_whatever_an_engine_answers_it_is_no_less_healthy(
 
 
 async def test_a_speed_is_known_at_the_second_answer_and_forgotten_with_silence(
-    start_router: StartRouter, d: MockEngine
+    router: Router, d: MockEngine
 ) -> None:
-    router = await start_router()
     name, at = router.engine(d).name, 0.0
     engines = EnginePoller(router.gateway.fleet, lambda: at)
     for moment, moved, speed in ((0.0, 1000, None), (2.0, 4000, 1500.0), (3.0, 0, 0.0)):
