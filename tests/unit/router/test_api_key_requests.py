@@ -207,11 +207,7 @@ async def test_unauthorized_requests_to_other_apis_get_openais_error(
     "path", ["/v1/completions", "/v1/messages", "/tokenize", "/v1/models", "/anything"]
 )
 async def test_api_key_is_looked_up_once_for_each_request(
-    keyed: Router,
-    monkeypatch: pytest.MonkeyPatch,
-    path: str,
-    key: str,
-    is_slow: bool,
+    keyed: Router, monkeypatch: pytest.MonkeyPatch, path: str, key: str, is_slow: bool
 ) -> None:
     authenticator = keyed.gateway.authenticator
     assert authenticator is not None

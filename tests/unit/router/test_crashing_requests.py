@@ -273,10 +273,7 @@ async def test_crashing_request_in_company_kills_three_engines_and_all_others_ar
 
 @pytest.mark.parametrize("num_killed", [2, 3])
 async def test_engines_killed_at_once_cost_no_request_that_was_in_flight(
-    start_router: StartRouter,
-    p: MockEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    num_killed: int,
+    start_router: StartRouter, p: MockEngine, monkeypatch: pytest.MonkeyPatch, num_killed: int
 ) -> None:
     """The second engine dies when it has requests of the first one, and the third one likewise.
     The last prefill engine answers, or if there is none, decode engines compute the prompts."""

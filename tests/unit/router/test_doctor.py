@@ -437,10 +437,7 @@ def test_wrong_usage_has_status_2(argv: list[str]) -> None:
 
 
 async def test_running_router_is_checked_by_its_url(
-    start_router: StartRouter,
-    p: MockEngine,
-    d: MockEngine,
-    capsys: pytest.CaptureFixture[str],
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     p.identity = d.identity = page()
     # The decode engine would compute any other prompt of this size itself.
@@ -456,10 +453,7 @@ async def test_running_router_is_checked_by_its_url(
 
 
 async def test_a_group_in_which_every_engine_has_both_roles_is_well(
-    start_router: StartRouter,
-    p: MockEngine,
-    d: MockEngine,
-    capsys: pytest.CaptureFixture[str],
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for engine in (p, d):
         engine.identity = at(engine.port)
@@ -488,10 +482,7 @@ async def test_a_single_engine_of_both_roles_is_well(
 
 
 async def test_fault_that_a_running_router_reports_is_shown(
-    start_router: StartRouter,
-    p: MockEngine,
-    d: MockEngine,
-    capsys: pytest.CaptureFixture[str],
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     p.identity, d.identity = page(), NO_CONNECTOR_PAGE
     router = await start_router(without_prefiller="decode")

@@ -228,11 +228,7 @@ LATER = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("later", LATER.values(), ids=LATER)
 async def test_once_something_was_sent_the_stream_ends_with_an_error(
-    router: Router,
-    d: MockEngine,
-    path: str,
-    later: bytes,
-    caplog: pytest.LogCaptureFixture,
+    router: Router, d: MockEngine, path: str, later: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_seen = asyncio.Event()
 
@@ -369,12 +365,7 @@ async def test_a_leg_that_must_answer_says_so(router: Router, d: MockEngine, n: 
     ],
 )
 async def test_endpoints_that_one_engine_answers(
-    router: Router,
-    d: MockEngine,
-    path: str,
-    body: dict[str, Any],
-    answer: bytes,
-    status: int,
+    router: Router, d: MockEngine, path: str, body: dict[str, Any], answer: bytes, status: int
 ) -> None:
     d.usual = answering(200, answer)
     told = await router.client.post(path, json={"model": "m", **body})

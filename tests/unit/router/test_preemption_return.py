@@ -130,12 +130,7 @@ async def answered(router: Router, stream: bool, **fields: Any) -> list[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("number", [1, 3])
 async def test_another_decoder_goes_on(
-    router: Router,
-    p: MockEngine,
-    d: MockEngine,
-    d2: MockEngine,
-    number: int,
-    stream: bool,
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine, number: int, stream: bool
 ) -> None:
     d.scripts = d2.scripts = [hands_back(number)]  # whoever is asked first
     assert await answered(router, stream, logprobs=0) == WORDS

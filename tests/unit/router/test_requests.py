@@ -93,9 +93,7 @@ async def test_what_is_refused_unread_is_still_counted_and_has_an_id(
     ) == 1  # fmt: skip
 
 
-async def test_a_client_that_sends_on_after_a_413_still_reads_it(
-    start_router: StartRouter,
-) -> None:
+async def test_a_client_that_sends_on_after_a_413_still_reads_it(start_router: StartRouter) -> None:
     router = await start_router(max_body_size=1000)
     answer = await router.client.post("/v1/completions", content=b"x" * 20_000_000)
     assert answer.status_code == 413

@@ -370,12 +370,7 @@ async def test_what_was_computed_for_a_move_that_fails_is_given_back(
 
 @pytest.mark.parametrize(("said", "released"), [(1, 1), (2, 0)])
 async def test_a_token_that_was_handed_over_shows_no_reading(
-    router: Router,
-    p: MockEngine,
-    d: MockEngine,
-    d2: MockEngine,
-    said: int,
-    released: int,
+    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine, said: int, released: int
 ) -> None:
     """A decoder says it before it has any of the blocks."""
     d.scripts = d2.scripts = [dies_after(said)]

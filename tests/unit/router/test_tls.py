@@ -548,9 +548,7 @@ async def test_an_engine_that_is_not_who_it_should_be_gets_nothing(
         assert not d.requests
 
 
-async def test_a_certificate_may_be_for_a_name_that_all_engines_have(
-    ca: Authority,
-) -> None:
+async def test_a_certificate_may_be_for_a_name_that_all_engines_have(ca: Authority) -> None:
     own = ca.sign("engines", "DNS:engines.example")
     given = {"engine_ca_file": ca.certificate, "engine_tls_name": "engines.example"}
     async with before_tls(ca.serving(own), **given) as (router, *_):

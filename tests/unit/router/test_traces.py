@@ -211,10 +211,7 @@ async def test_a_client_that_leaves_ends_its_spans(
 
 
 async def test_the_standards_sampler_is_asked(
-    collector: Receiver,
-    monkeypatch: pytest.MonkeyPatch,
-    start_router: StartRouter,
-    d: MockEngine,
+    collector: Receiver, monkeypatch: pytest.MonkeyPatch, start_router: StartRouter, d: MockEngine
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
     router = await start_router()

@@ -210,9 +210,7 @@ async def test_a_port_in_use_is_noticed_by_a_family_too(p: MockEngine, d: MockEn
     assert f"cannot listen on 127.0.0.1:{port}" in router.lines[-1]
 
 
-def test_workers_refuse_a_store_that_they_cannot_share(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_workers_refuse_a_store_that_they_cannot_share(capsys: pytest.CaptureFixture[str]) -> None:
     engines = "--prefiller-hosts=p --prefiller-ports=1 --decoder-hosts=d --decoder-ports=2"
     assert main([*engines.split(), "--workers=4"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

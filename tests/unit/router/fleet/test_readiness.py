@@ -202,10 +202,7 @@ async def test_request_for_a_model_of_prefill_engines_alone_names_what_there_is(
 
 
 async def test_degraded_engine_is_shown_by_status_metrics_and_dashboard(
-    start_router: StartRouter,
-    p: MockEngine,
-    d: MockEngine,
-    capsys: pytest.CaptureFixture[str],
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     p.identity, d.identity = page(), page({"num_layers": "36"})
     router = await start_router(without_prefiller="decode", ui=True)

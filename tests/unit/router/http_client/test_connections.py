@@ -217,9 +217,7 @@ async def test_an_engine_that_ends_its_side_and_does_not_read_is_disconnected_at
         await eventually(lambda: not pool.open_count)
 
 
-async def test_an_answer_without_length_ends_with_the_engines_side(
-    start_pool: StartPool,
-) -> None:
+async def test_an_answer_without_length_ends_with_the_engines_side(start_pool: StartPool) -> None:
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(OK + b"\r\n{}")
         writer.write_eof()

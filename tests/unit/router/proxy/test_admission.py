@@ -474,9 +474,7 @@ async def test_connections_beyond_the_limit_are_rejected_and_health_is_answered(
     assert (await router.complete()).status_code == 200
 
 
-async def test_connections_far_beyond_the_limit_are_closed(
-    start_router: StartRouter,
-) -> None:
+async def test_connections_far_beyond_the_limit_are_closed(start_router: StartRouter) -> None:
     router = await start_router(max_connections=1)
     async with contextlib.AsyncExitStack() as stack:
         clients = [

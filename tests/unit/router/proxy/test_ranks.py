@@ -136,11 +136,7 @@ async def test_ranks_and_engines_without_ranks_are_compared(
     ],
 )
 async def test_ranks_are_chosen_only_where_all_are_known(
-    start_router: StartRouter,
-    p: MockEngine,
-    identity: Any,
-    metrics: bytes,
-    numbers: list[int],
+    start_router: StartRouter, p: MockEngine, identity: Any, metrics: bytes, numbers: list[int]
 ) -> None:
     p.identity, p.pages["/metrics"] = identity, metrics
     router = await started(start_router)

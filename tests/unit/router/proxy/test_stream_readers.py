@@ -125,10 +125,7 @@ def counter_for(**options: bool) -> StreamedUsage:
 @LINE_ENDS
 @FORMS
 def test_usage_is_counted_and_reaches_only_clients_that_asked_for_it(
-    written: Callable[..., bytes],
-    line_end: bytes,
-    options: dict[str, bool],
-    left: list[int | None],
+    written: Callable[..., bytes], line_end: bytes, options: dict[str, bool], left: list[int | None]
 ) -> None:
     def chunk(text: str, tokens: int) -> bytes:
         choices = [{"index": 0, "text": text}] if text else []

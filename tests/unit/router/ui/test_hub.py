@@ -263,9 +263,7 @@ async def test_who_does_not_read_is_cut_off(
     await eventually(lambda: not is_watched(router))
 
 
-async def test_a_router_that_shuts_down_says_so_and_ends_the_feed(
-    router: Router,
-) -> None:
+async def test_a_router_that_shuts_down_says_so_and_ends_the_feed(router: Router) -> None:
     async with looking(router) as events:
         await until_sent(events, "snapshot")
         router.gateway.tasks.is_draining = True
