@@ -28,6 +28,7 @@ from router.admin.control import Control, EngineList, ReloadResult
 from router.admin.processes import ControlChannel, DesiredState, Tunables
 from router.auth.api_keys import Headers, has_bearer_token, has_local_host
 from router.fleet.engine import EngineRole
+from router.fleet.kv_protocol import KvProtocol
 from router.fleet.sources.file import EngineFileEntry
 from router.fleet.views import EngineView, GroupView
 from router.openai import fastapi_errors
@@ -71,8 +72,9 @@ def _body(kind: type) -> dict[str, Any]:
     _, components = msgspec.json.schema_components([kind])
     schema: dict[str, Any] = components[kind.__name__]
     properties: dict[str, Any] = schema["properties"]
-    if "role" in properties:
-        properties["role"] = {"type": "string", "enum": list(EngineRole)}
+    for name, values in (("role", EngineRole), ("kv_protocol", KvProtocol)):
+        if name in properties:
+            properties[name] = {"type": "string", "enum": list(values)}
     if "group" in properties:
         properties["group"]["pattern"] = f"^{GROUP_NAME.pattern}$"
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
