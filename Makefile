@@ -38,7 +38,7 @@ demo: $(STAMP)
 
 # Markers: `slow` is what `make test` leaves out, `nightly` what CI leaves out as well.
 test: $(STAMP)
-	@VENV="$(VENV)" scripts/test tests/unit tests/smoke -m "not slow and not nightly" \
+	@VENV="$(VENV)" scripts/test tests/smoke tests/unit -m "not slow and not nightly" \
 		-n 2 --dist loadfile $(ARGS)
 
 test-changed: $(STAMP)
@@ -48,7 +48,7 @@ test-all: $(STAMP)
 	@scripts/install_debian redis-server redis-server
 	@scripts/install_debian nginx nginx
 	@scripts/install_browser
-	@VENV="$(VENV)" scripts/test tests/unit tests/smoke tests/integration -n 2 --dist loadfile $(ARGS)
+	@VENV="$(VENV)" scripts/test tests/smoke tests/unit tests/integration -n 2 --dist loadfile $(ARGS)
 
 install-vllm: $(STAMP)
 	PYTHON="$(PYTHON)" scripts/install_vllm $(RELEASES)

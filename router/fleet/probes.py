@@ -201,7 +201,6 @@ class Prober:
         metrics tell the size of their cache and their data-parallel ranks. Raises UpstreamError if
         there was no answer."""
         answer = await self._get(engine, "/disagg/identity")
-        engine.capabilities.is_identity_known = True
         content = json_of(answer)
         ranks: Sequence[RankFacts] = ()
         process = ProcessIdentity()
@@ -217,6 +216,7 @@ class Prober:
         capabilities = engine.capabilities
         if not capabilities.kv.has_page:
             await self.fetch_kv_peer(engine)
+        capabilities.is_identity_known = True
         if not capabilities.cache_tokens or (engine.ranks is None and not ranks):
             text = await self._fetch_metrics(engine)
             if text is not None:
