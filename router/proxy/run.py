@@ -17,13 +17,14 @@ from router.conversations.conversations import RecallOutcome, Turn
 from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
-from router.fleet.kv_protocol import SGLANG, WITHOUT_VLLM_FIELDS, can_exchange
+from router.fleet.kv_protocol import WITHOUT_VLLM_FIELDS, can_exchange
 from router.fleet.readiness import describe_lack
 from router.http_client.answer_limits import MemoryBudget, Reservation
 from router.http_client.engine_answer import EngineAnswer
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, LoadFailedError, NoEngineError, UnknownModelError
 from router.proxy.kv_params import KvParams
+from router.proxy.kv_protocols import protocol_of
 from router.proxy.messages import LegBodies
 from router.proxy.plan import Plan
 from router.proxy.request import Body, Request
@@ -350,13 +351,19 @@ def lacks_pair(run: Run) -> bool:
 def require_short_prompt(run: Run) -> None:
     """Raise the last failure, or NoEngineError, if no decode engine may prefill this prompt."""
     limits, routes, model = run.gateway.limits, run.gateway.routes, run.request.model
-    decoders = run.route.decoders
-    needs_prefiller = bool(decoders) and decoders[0].kv_protocol is SGLANG
-    if limits.without_prefiller == "refuse" or needs_prefiller:
+    if limits.without_prefiller == "refuse":
         raise run.failure or routes.lack_of(PREFILL, model)
     if run.request.prompt_tokens > limits.without_prefiller_tokens:
         addition = ", and the prompt is too long for a decode engine alone"
         raise run.failure or routes.lack_of(PREFILL, model, addition)
+
+
+def require_lone_decoder(run: Run) -> None:
+    """Raise the last failure, or NoEngineError, if the decode engines answer nothing alone."""
+    decoders = run.route.decoders
+    protocol = protocol_of(decoders[0]) if decoders else None
+    if protocol is not None and not protocol.decoder_prefills:
+        raise run.failure or run.gateway.routes.lack_of(PREFILL, run.request.model)
 
 
 def may_prefill_on_decoder(run: Run) -> bool:

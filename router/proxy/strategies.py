@@ -60,6 +60,7 @@ from router.proxy.recovery import (
     require_engines_alive,
 )
 from router.proxy.relay import deliver_prefilled
+from router.proxy.request import PASSED
 from router.proxy.resume import DecodeParams
 from router.proxy.retry import Next
 from router.proxy.run import (
@@ -68,6 +69,7 @@ from router.proxy.run import (
     change_group,
     describe_reason,
     lacks_pair,
+    require_lone_decoder,
     require_short_prompt,
     select_decoder,
     select_prefiller,
@@ -213,6 +215,8 @@ async def pull(run: Run) -> None:
 
 async def decode_only(run: Run, reason: str) -> None:
     """Let one decode engine compute the prompt and write the answer. `reason` is a metric label."""
+    if reason != PASSED:
+        require_lone_decoder(run)
     run.gateway.metrics.decode_only.labels(reason).inc()
     run.request.record.without_transfer = describe_reason(run, reason)
     if run.slot is not None and reason != ONE_TOKEN_ANSWER:
