@@ -29,7 +29,7 @@ from router.commands.console import CommandParser
 from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.common import BenchError, describe, write_report
 from scripts.benchmarks.contestants import OURS, VLLM_ROUTER, install_vllm_router
-from tests.chaos.processes import EngineFleet, RouterCommand, mock_fleet
+from tests.chaos.processes import NIXL, EngineFleet, RouterCommand, mock_fleet
 from tests.chaos.questions import (
     REAL_CLIENTS,
     REAL_PAUSE_S,
@@ -39,7 +39,7 @@ from tests.chaos.questions import (
     reference_fleet,
 )
 from tests.chaos.run import Drill, Outcome
-from tests.chaos.scenarios import SHORT, Mode, Scenario, scenarios
+from tests.chaos.scenarios import SHORT, Mode, Role, Scenario, scenarios
 
 PROGRAM = "bench chaos"
 HEAD = f"{'scenario':<16}{'mode':<10}{'asked':>6}{'ok':>6}{'longest':>9}{'left alone':>15}  errors"
@@ -70,7 +70,17 @@ def _todo(options: argparse.Namespace) -> Todo:
     known = scenarios()
     every = [(known[name], mode) for name in known for mode in known[name].modes]
     todo = [(known[name], mode) for name, mode in SHORT] if options.short else every
+    if options.kv_protocol != NIXL:
+        todo = [one for one in every if is_of_all_engines(*one, options.kv_protocol)]
     return [one for one in todo if not options.only or one[0].name in options.only]
+
+
+def is_of_all_engines(scenario: Scenario, mode: Mode, protocol: str) -> bool:
+    """Return True for drills without reference engines, and without a stream that only an engine of
+    ours can continue. SGLang's decode engines answer nothing without prefill engines."""
+    is_cut = mode is Mode.STREAMED and scenario.role is Role.DECODE
+    is_lost = scenario.everyone and protocol == "sglang"
+    return not (scenario.is_real or is_cut or is_lost or scenario.role is Role.ROUTER)
 
 
 def _run(options: argparse.Namespace, todo: Todo) -> int:
@@ -79,7 +89,7 @@ def _run(options: argparse.Namespace, todo: Todo) -> int:
         environment = (options.peer_dir or Path(".venv-peers") / VLLM_ROUTER).absolute()
         install_vllm_router(environment)
     name = OURS if environment is None else VLLM_ROUTER
-    command = RouterCommand(name, tuple(options.router_arg), environment)
+    command = RouterCommand(name, tuple(options.router_arg), environment, options.kv_protocol)
     machine, made = describe(), list[Outcome]()
     print(HEAD, flush=True)
     with tempfile.TemporaryDirectory(prefix="chaos-") as directory:
@@ -147,7 +157,7 @@ class _Session:
             self._note(await drill.run(scenario, Mode.MIXED, oracle.questions()))
 
     async def _run_mocked(self, name: str, todo: deque[tuple[Scenario, Mode]]) -> None:
-        fleet = mock_fleet(self._family, name, self._seed)
+        fleet = mock_fleet(self._family, name, self._seed, self._command.protocol)
         await fleet.start()
         drill = self._drill(fleet, mock_questions("first", Mode.UNARY, 1, 0.0, self._seed))
         while todo:
@@ -217,6 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=1, help="of which engine is broken, and of requests (1)")
     add("--clients", type=_count, default=16, help="each sends one request at a time (16)")
     add("--at-once", type=_count, help=f"runs side by side ({AT_ONCE})")
+    add("--kv-protocol", choices=[NIXL, "mooncake", "sglang"], default=NIXL, help="of the engines")
     add("--peer", choices=[VLLM_ROUTER, "none"], default="none", help="instead of this router")
     add("--peer-dir", "--peer-venv", type=Path, metavar="DIR", help="its environment")
     add("--router-arg", action="append", default=[], metavar="=FLAG", help="one more for it")

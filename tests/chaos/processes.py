@@ -22,6 +22,7 @@ from scripts.benchmarks.contestants import OURS, our_command, vllm_router_comman
 from scripts.mock_engine import Fault
 
 START_TIMEOUT_S = 60.0
+NIXL = "nixl"
 END_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 5.0
 OUR_FLAGS = (
@@ -96,6 +97,17 @@ class EngineFleet:
     def ports(self) -> tuple[list[int], list[int]]:
         return [one.port for one in self.prefillers], [one.port for one in self.decoders]
 
+    def write_list(self) -> Path:
+        """Write the engines' file. Their bootstrap servers are on their own ports."""
+        path = self._family.directory / f"engines-{self.prefillers[0].port}.yaml"
+        entries = [
+            {"url": f"http://127.0.0.1:{one.port}", "role": role, "bootstrap_port": one.port}
+            for role, engines in (("prefill", self.prefillers), ("decode", self.decoders))
+            for one in engines
+        ]
+        path.write_text(json.dumps({"engines": entries}))
+        return path
+
     async def start(self) -> None:
         """Start all engines. Raises BenchError when one does not serve."""
         await asyncio.gather(*map(self.restart, (*self.prefillers, *self.decoders)))
@@ -133,11 +145,15 @@ class EngineFleet:
             engine.send(signal.SIGCONT)
 
 
-def mock_fleet(family: ChildProcesses, name: str, seed: int, each: int = 3) -> EngineFleet:
+def mock_fleet(
+    family: ChildProcesses, name: str, seed: int, protocol: str = NIXL, each: int = 3
+) -> EngineFleet:
     def engine(role: str, number: int) -> Engine:
         (port,) = free_ports(1)
-        command = [sys.executable, "-m", "scripts.mock_engine", role, str(port)]
-        command += ["--drill", f"{seed}-{role}-{number}"]
+        own = f"{seed}-{role}-{number}"
+        command = [sys.executable, "-m", "scripts.mock_engine", role, str(port), "--drill", own]
+        if protocol != NIXL:
+            command[2:] = ["tests.chaos.protocol_engine", protocol, role, str(port), own]
         return Engine(f"{name} {role} {number}", command, port)
 
     prefillers = [engine("prefill", number) for number in range(each)]
@@ -151,8 +167,13 @@ class RouterCommand:
     name: str = OURS
     flags: tuple[str, ...] = ()
     environment: Path | None = None
+    protocol: str = NIXL
 
     def to(self, port: int, fleet: EngineFleet) -> list[str]:
+        if self.protocol != NIXL:
+            flags = (*OUR_FLAGS, *self.flags, "--engines-file", str(fleet.write_list()))
+            hosts = ("--prefiller-", "--decoder-")
+            return [one for one in our_command(port, [], [], flags) if not one.startswith(hosts)]
         if self.environment is None:
             return our_command(port, *fleet.ports, (*OUR_FLAGS, *self.flags))
         flags = (*VLLM_ROUTER_FLAGS, *self.flags)
