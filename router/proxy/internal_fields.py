@@ -45,7 +45,8 @@ FIELDS = frozenset(
     )
 )
 FIELD_PREFIX = "bootstrap_"
-# Headers by which gateways, and the routers of llm-d and Dynamo, name the engines of a request.
+# Headers by which gateways, SGLang, and the routers of llm-d and Dynamo, name the engines of a
+# request, and the `rid` by which the router aborts it.
 # Clients may not send any other with the prefix either. X-data-parallel-rank names no other engine.
 ROUTING_HEADER_PREFIX = b"x-gateway-destination-endpoint"
 ROUTING_HEADERS = frozenset(
@@ -61,6 +62,11 @@ ROUTING_HEADERS = frozenset(
         b"x-dynamo-routing-mode",
         b"x-dynamo-token-data",
         b"x-epp-inject-nvext-token-data",
+        b"x-override-bootstrap-host",
+        b"x-override-bootstrap-port",
+        b"x-override-bootstrap-room",
+        b"x-override-disagg-prefill-dp-rank",
+        b"x-override-rid",
         b"x-prefill-dp-rank",
         b"x-prefill-instance-id",
         b"x-worker-instance-id",

@@ -42,7 +42,7 @@ ROUTING_HEADERS = (
     "X-Prefiller-Host-Port", "x-encoder-hosts-ports", "x-gateway-destination-endpoint",
     "x-gateway-destination-endpoint-subset", "x-gateway-destination-endpoint-any",
     "x-llm-d-prefiller-host-port", "x-kv-cache-source-host-port", "x-data-parallel-host-port",
-    "x-prefill-instance-id", "x_prefiller_host_port",
+    "x-prefill-instance-id", "x_prefiller_host_port", "X-Override-Bootstrap-Host",
 )  # fmt: skip
 
 
