@@ -62,6 +62,10 @@ class KvPeer(Struct, frozen=True):
     engine_ids: Mapping[int, str] = {}
     """Mooncake's ids of the engine's data-parallel ranks. They change when the engine restarts."""
 
+    @property
+    def moves_kv(self) -> bool:
+        return self.mode != "null"
+
 
 def can_exchange(sender: KvProtocol, receiver: KvProtocol) -> bool:
     """Return True if an engine of the one protocol may get KV from an engine of the other. The
@@ -103,7 +107,7 @@ async def find_kv_peer(
             return KvPeer(MOONCAKE, bootstrap_port=bootstrap_port, engine_ids=engine_ids)
     if wanted is None and await _is_trtllm(get):
         return KvPeer(TRTLLM)
-    return KvPeer(wanted or NIXL)
+    return KvPeer(wanted or NIXL, bootstrap_port=bootstrap_port)
 
 
 async def _find_sglang(get: Get) -> KvPeer | None:

@@ -360,9 +360,11 @@ def require_short_prompt(run: Run) -> None:
 
 def require_lone_decoder(run: Run) -> None:
     """Raise the last failure, or NoEngineError, if the decode engines answer nothing alone."""
-    decoders = run.route.decoders
-    protocol = protocol_of(decoders[0]) if decoders else None
-    if protocol is not None and not protocol.decoder_prefills:
+    if not run.route.decoders:
+        return
+    first = run.route.decoders[0]
+    protocol = protocol_of(first)
+    if protocol and not protocol.decoder_prefills and first.capabilities.kv_peer.moves_kv:
         raise run.failure or run.gateway.routes.lack_of(PREFILL, run.request.model)
 
 
