@@ -37,6 +37,7 @@ FLOWS = {
     "pull": "a prefill engine computes the prompt, and a decode engine pulls its KV",
     "push": "a prefill engine computes the prompt and pushes its KV to a decode engine",
     "mooncake": "a prefill engine computes the prompt, and a decode engine gets its KV by Mooncake",
+    "moriio": "a prefill engine computes the prompt and writes its KV to a decode engine (MoRI-IO)",
     "sglang": "a prefill and a decode engine of SGLang get the request at once and meet in a room",
     "trtllm": "a context server computes the prompt, and a generation server continues",
     "store": "a prefill engine writes KV into a store, where a decode engine finds it",

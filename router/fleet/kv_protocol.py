@@ -7,8 +7,9 @@ their own pages what they are (beside each page: the release in which we read it
     trtllm    GET /v1/models says owned_by tensorrt_llm                       TensorRT-LLM 1.2
     mooncake  GET http://PREFILLER:BOOTSTRAP_PORT/query lists engine ids      vLLM 0.32
 
-No page shows that engines share a KV store, so `store` has to be configured. An engine that nobody
-configured and whose pages show nothing counts as `nixl`.
+No page shows that engines share a KV store, or have vLLM's MoRIIOConnector, so `store` and `moriio`
+have to be configured. An engine that nobody configured and whose pages show nothing counts as
+`nixl`.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ Get = Callable[[str], Awaitable[CompleteAnswer]]
 class KvProtocol(StrEnum):
     NIXL = "nixl"
     MOONCAKE = "mooncake"
+    MORIIO = "moriio"
     SGLANG = "sglang"
     TRTLLM = "trtllm"
     STORE = "store"
 
 
-NIXL, MOONCAKE, SGLANG, TRTLLM, STORE = KvProtocol
+NIXL, MOONCAKE, MORIIO, SGLANG, TRTLLM, STORE = KvProtocol
 
 
 # Engines that know no field of vLLM, or refuse it.

@@ -495,11 +495,11 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         """A hedged leg has lost, and its engine may have retained the KV of the turn; or the client
         has left, and the engine has not told yet that the KV may be freed."""
         releaser, pair = self.run.gateway.releaser, self._pair
-        if pair is not None and pair.release is not None and not self.run.is_read:
-            if answer is None:
-                releaser.release_by_reading(self.run.request, self.engine.group, pair.release)
-            else:
+        if pair is not None and pair.keeps_aborted and not self.run.is_read:
+            if answer is not None:
                 releaser.await_reading(answer)
+            elif pair.release is not None:
+                releaser.release_by_reading(self.run.request, self.engine.group, pair.release)
             self.answer = None
         elif answer is not None and self._accept is not None and self.run.plan.reuse is not None:
             releaser.release_late_turn(self.run.request, self.engine, answer)

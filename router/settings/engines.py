@@ -25,8 +25,8 @@ class EngineSettings(SettingsGroup):
     decoder_ports: HTTP ports for the decode hosts that have none.
     kv_protocol: How the engines move KV, if their pages do not show it. auto: nixl (our engines and
         vLLM's NixlConnector), mooncake (vLLM's MooncakeConnector), sglang or trtllm, as their pages
-        show. store: prefill and decode engines share a KV store (LMCache, MooncakeStore). Engines
-        of a file or of Kubernetes can differ.
+        show. moriio: vLLM's MoRIIOConnector in WRITE mode. store: prefill and decode engines share
+        a KV store (LMCache, MooncakeStore). Engines of a file or of Kubernetes can differ.
     bootstrap_port: Port at which the prefill engines' bootstrap servers listen, for mooncake.
     model_alias: Further names of models, as in claude-*=NAME: * is any text, NAME is a model that
         engines serve. The first match counts; names that engines serve are no aliases.

@@ -311,7 +311,9 @@ ModelAliasText = Annotated[
     "PATTERN=NAME",
 ]
 ModelAliasTexts = Annotated[tuple[ModelAliasText, ...], BeforeValidator(_parse_pairs)]
-KvProtocol = Annotated[Literal["auto", "nixl", "mooncake", "sglang", "trtllm", "store"], Lower]
+KvProtocol = Annotated[
+    Literal["auto", "nixl", "mooncake", "moriio", "sglang", "trtllm", "store"], Lower
+]
 Policy = Annotated[
     Literal["round_robin", "least_loaded", "power_of_two", "session", "prefix"], Lower
 ]

@@ -5,6 +5,7 @@
 | mooncake | P, then D    | transfer_id                   | -                      | transfer_id, engine id, bootstrap address |
 | sglang   | together     | bootstrap host, port and room | -                      | the same            |
 | trtllm   | P, then D    | context_only, an id           | disaggregated_params   | generation_only     |
+| moriio   | P, then D    | transfer_id, D's address      | kv_transfer_params     | the same            |
 | store    | P, then D    | -                             | -                      | -                   |
 
 Each module says what is written into the two legs, and what its engines can do. How the legs run,
@@ -17,13 +18,14 @@ from collections.abc import Mapping
 from router.fleet.engine import Engine
 from router.fleet.kv_protocol import KvProtocol
 from router.proxy.kv_protocols.mooncake import Mooncake
+from router.proxy.kv_protocols.moriio import MoRIIO
 from router.proxy.kv_protocols.protocol import TransferProtocol
 from router.proxy.kv_protocols.sglang import SGLang
 from router.proxy.kv_protocols.store import KvStore
 from router.proxy.kv_protocols.trtllm import TensorRTLLM
 
 PROTOCOLS: Mapping[KvProtocol, TransferProtocol] = {
-    one.name: one for one in (Mooncake(), SGLang(), TensorRTLLM(), KvStore())
+    one.name: one for one in (Mooncake(), MoRIIO(), SGLang(), TensorRTLLM(), KvStore())
 }
 
 

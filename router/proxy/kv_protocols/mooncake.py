@@ -61,6 +61,7 @@ class Mooncake(TransferProtocol):
             prefill_fields=b'"kv_transfer_params":' + dumps(prefill),
             lengths=ONE_AND_ON,
             release={"prompt": [1], "max_tokens": 1, "kv_transfer_params": decode},
+            keeps_aborted=True,
         )
 
 

@@ -40,6 +40,9 @@ class LegPair(NamedTuple):
     """The protocol's fields of the decode leg; None if it has `params` instead."""
     release: Body | None = None
     """A completion that makes a decode engine read the prefill engine's KV, which frees it."""
+    keeps_aborted: bool = False
+    """A decode engine that is told to end while it waits for KV keeps its blocks. So the leg of a
+    client that has left goes on for a moment."""
     abort: Abort | None = None
     """Tells an engine at once that its leg has ended; for engines that notice a closed connection
     late."""
