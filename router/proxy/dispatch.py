@@ -16,6 +16,7 @@ from router.http_client.errors import AnswersFullError, BrokenAnswerError, Reade
 from router.openai import errors
 from router.openai.context_errors import body_with_context_code
 from router.proxy import key_limits, messages, strategies
+from router.proxy.aborts import answer_aborted
 from router.proxy.admission import EngineSlot
 from router.proxy.exchange import CorsExchange, Exchange, Header, cors_headers
 from router.proxy.gateway import Gateway
@@ -110,9 +111,15 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:
-            if request.record.stage != DONE:
-                _note_disconnect(request.record, gateway.metrics)
-            raise
+            if request.record.stage == DONE:
+                raise
+            is_aborted = task in gateway.tasks.abortable.aborted
+            if is_aborted:
+                request.record.status = 200
+            _note_disconnect(request.record, gateway.metrics)
+            if not is_aborted:
+                raise
+            return await answer_aborted(request)
         await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
     except Exception as error:
         await _respond_error(request, gateway, error)

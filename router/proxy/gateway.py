@@ -25,6 +25,7 @@ from router.fleet.token_proofs import TokenProofs
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
 from router.openai.errors import EngineError, NoEngineError, UnknownModelError
+from router.proxy.aborts import AbortableRequests
 from router.proxy.admission import Admission, has_engine_limits
 from router.proxy.internal_fields import ROUTING_HEADERS
 from router.proxy.messages import NOT_TO_ENGINE
@@ -218,12 +219,14 @@ class RequestTasks:
     """`running` are the tasks of requests, `background` those that outlive one.
 
     `is_draining`: the router stops, and new requests are not wanted. `is_interrupted`: running
-    requests are cancelled, and answer their clients with an error.
+    requests are cancelled, and answer their clients with an error. `abortable`: those that clients
+    may end by their ids.
     """
 
     def __init__(self) -> None:
         self.running: set[asyncio.Task[None]] = set()
         self.background: set[asyncio.Task[None]] = set()
+        self.abortable = AbortableRequests()
         self.is_draining = False
         self.is_interrupted = False
 

@@ -421,6 +421,11 @@ def new_leg_id(request_id: str) -> str:
     return f"{request_id}.{_process}{next(_legs)}"
 
 
+def client_id_of(leg_id: str) -> str:
+    """Return the client's id in the X-Request-Id of a leg of this process; other ids unchanged."""
+    return leg_id.partition(f".{_process}")[0]
+
+
 def leg_message(
     path: str,
     host: str,

@@ -28,6 +28,7 @@ async def read_tokens(request: Request, gateway: Gateway) -> None:
         raise BadRequestError("token_ids must be a list of token ids", "token_ids")
     if not isinstance(sampling, dict):
         raise BadRequestError("sampling_params must be an object", SAMPLING)
+    gateway.tasks.abortable.add(request)
     if request.decode_only_reason == CLIENT_PARAMS:
         return
     if sampling.get("n") not in (None, 1):

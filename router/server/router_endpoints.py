@@ -57,6 +57,7 @@ MODELS_WAIT_S = 5.0
 # A header of clients of Anthropic's API.
 ANTHROPIC_VERSION = "anthropic-version"
 LOAD_PATH, UNLOAD_PATH = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+ABORT_PATH = "/inference/v1/abort_requests"
 # An engine may have to download the adapter.
 LOAD_TIMEOUT_S = 300.0
 MAX_BODY_BYTES = 64 * 1024
@@ -224,12 +225,7 @@ async def update_adapters(request: Request) -> Response:
     try:
         if not gateway.settings.lora_updates:
             raise ForbiddenError(DISABLED)
-        check_json(given)
-        if coding_of(given) is not None:
-            raise UnsupportedTypeError("this endpoint accepts no compressed body")
-        raw = await request.body()
-        if len(raw) > MAX_BODY_BYTES:
-            raise BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+        raw = await _read_small_body(request)
         answer = await _update_engines(raw, key, record, shared + gateway.engine_line, gateway)
         record.status, record.stage = answer.status_code, "done"
         if answer.status_code < 400:
@@ -245,6 +241,17 @@ async def update_adapters(request: Request) -> Response:
         gateway.records.add(record)
     answer.headers["x-request-id"] = request_id
     return answer
+
+
+async def _read_small_body(request: Request) -> bytes:
+    """Raises UnsupportedTypeError, BodyTooLargeError."""
+    check_json(request.scope["headers"])
+    if coding_of(request.scope["headers"]) is not None:
+        raise UnsupportedTypeError("this endpoint accepts no compressed body")
+    raw = await request.body()
+    if len(raw) > MAX_BODY_BYTES:
+        raise BodyTooLargeError(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    return raw
 
 
 async def _update_engines(
@@ -307,6 +314,19 @@ async def _load(
     except UpstreamError as error:
         logger.warning("%s at %s: %s", path, engine.name, error)
         return None
+
+
+# Requests of token ids.
+
+
+@router.post(ABORT_PATH, summary="End running requests of token ids", tags=["Token ids"])
+async def abort_requests(request: Request) -> Response:
+    ids = parse_body(await _read_small_body(request)).get("request_ids")
+    if not isinstance(ids, list) or not all(isinstance(one, str) for one in ids):
+        raise BadRequestError("request_ids must be a list of strings", "request_ids")
+    abortable = state_of(request.app).gateway.tasks.abortable
+    abortable.abort(ids, request.scope.get(CALLER), request.scope["headers"])
+    return Response()
 
 
 # Operations.
