@@ -170,6 +170,17 @@ async def get_response(name: str, request: Request) -> Response:
     return _json(found.response)
 
 
+@router.post(
+    f"{RESPONSES_PATH}/{{name}}/cancel",
+    summary="Refused with 400, because no response runs in the background",
+    tags=["OpenAI"],
+)
+async def cancel_response(name: str, request: Request) -> Response:
+    """Answer as OpenAI and vLLM do for a response that was created without `background`."""
+    await get_response(name, request)  # 404 for an unknown one
+    raise BadRequestError("Cannot cancel a synchronous response.", "response_id")
+
+
 @router.delete(f"{RESPONSES_PATH}/{{name}}", summary="Delete a stored response", tags=["OpenAI"])
 async def delete_response(name: str, request: Request) -> Response:
     stored = state_of(request.app).stored_responses
@@ -184,8 +195,8 @@ async def delete_response(name: str, request: Request) -> Response:
     f"{RESPONSES_PATH}/{{rest:path}}", methods=["GET", "POST", "DELETE"], include_in_schema=False
 )
 async def no_response_operation(request: Request) -> Response:
-    """Answer 404 for operations such as `compact` and `{id}/cancel`: without this route, some would
-    get a 405 because the path is that of a stored response."""
+    """Answer 404 for operations such as `compact`: without this route, some would get a 405 because
+    the path is that of a stored response."""
     raise NotFoundError(f"{request.method} {request.url.path[:128]}: Not Found")
 
 

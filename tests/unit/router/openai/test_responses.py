@@ -631,6 +631,23 @@ async def test_a_response_belongs_to_who_asked_for_it(router: Router) -> None:
     assert (await router.client.get(f"{PATH}/{name}", headers=mine)).status_code == 404
 
 
+async def test_response_that_was_not_made_in_the_background_is_not_cancelled(
+    router: Router,
+) -> None:
+    mine, other = {"authorization": "Bearer mine"}, {"authorization": "Bearer other"}
+    name = (await router.client.post(PATH, json=ASKED, headers=mine)).json()["id"]
+    answer = await router.client.post(f"{PATH}/{name}/cancel", headers=mine)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"] == "Cannot cancel a synchronous response."
+    assert error["param"] == "response_id"
+    for unknown, headers in ((name, other), ("resp_unknown", mine)):
+        answer = await router.client.post(f"{PATH}/{unknown}/cancel", headers=headers)
+        assert answer.status_code == 404
+        assert f"'{unknown}' not found" in answer.json()["error"]["message"]
+    assert (await router.client.get(f"{PATH}/{name}", headers=mine)).json()["id"] == name
+
+
 async def test_what_is_not_to_be_kept_is_not(router: Router) -> None:
     told = (await router.client.post(PATH, json={**ASKED, "store": False})).json()
     assert told["store"] is False
@@ -655,9 +672,10 @@ async def test_without_a_store_nothing_is_gone_on_with(start_router: StartRouter
     router = await start_router(conversation_store="off")
     told = (await router.client.post(PATH, json=ASKED)).json()
     more = {**ASKED, "previous_response_id": told["id"]}
-    answer = await router.client.post(PATH, json=more)
-    assert answer.status_code == 400
-    assert "--conversation-store" in answer.json()["error"]["message"]
+    cancelled = await router.client.post(f"{PATH}/{told['id']}/cancel")
+    for answer in (await router.client.post(PATH, json=more), cancelled):
+        assert answer.status_code == 400
+        assert "--conversation-store" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("previous", [7, "", "resp_x", "a" * 100_000, "\x00"])
