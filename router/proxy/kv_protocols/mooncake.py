@@ -1,4 +1,4 @@
-"""vLLM's MooncakeConnector (read in vLLM 0.32 and 0.33, run in 0.32).
+"""vLLM's MooncakeConnector (read and run in vLLM 0.32 and 0.33).
 
 The prefill engine keeps the KV under a transfer_id. The decode engine finds the prefill engine's
 workers by its bootstrap server, and asks them for that id.
