@@ -27,6 +27,7 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, fails, usual_decode, usual_prefill
 from tests.unit.router.fleet.test_partners import NO_CONNECTOR_PAGE, page
 from tests.unit.router.mock_engine import LendingEngines
+from tests.unit.router.sglang_engine import DECODE, NULL, PREFILL, Rooms, SGLangEngine
 from tests.unit.router.test_target_itl import RANK, STEP_MODEL
 
 OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
@@ -260,6 +261,38 @@ async def test_stock_decode_engine_shows_by_its_metrics_whether_kv_moved(
     check = found(await examine(settings_of([p], [d])), "KV moved")
     assert check.state is state
     assert text in check.text
+
+
+async def test_sglangs_engines_are_checked_with_a_request_in_a_room(
+    p: MockEngine, d: MockEngine
+) -> None:
+    rooms = Rooms()
+    SGLangEngine(p, PREFILL, rooms)
+    SGLangEngine(d, DECODE, rooms)
+    checks = await examine(settings_of([p], [d]))
+    assert not failed(checks)
+    assert [one.text for one in checks if one.name == "KV protocol"] == ["sglang"] * 3
+    assert found(checks, "KV moved").text.startswith("yes")
+
+
+async def test_sglangs_engine_in_the_wrong_role_is_named(p: MockEngine, d: MockEngine) -> None:
+    rooms = Rooms()
+    SGLangEngine(p, DECODE, rooms)
+    SGLangEngine(d, NULL, rooms)
+    wrong = [one for one in await examine(settings_of([p], [d])) if one.state is State.FAIL]
+    assert [one.text for one in wrong if one.name == "KV protocol"] == [
+        "disaggregation_mode decode, but the router uses it as prefill engine",
+        "disaggregation_mode null, but the router uses it as decode engine",
+    ]
+
+
+async def test_mooncakes_prefill_engine_without_its_bootstrap_server_is_named(
+    p: MockEngine, d: MockEngine
+) -> None:
+    (free,) = find_free_ports(1)
+    settings = settings_of([p], [d], kv_protocol="mooncake", bootstrap_port=free)
+    text = failed(await examine(settings))["KV protocol"]
+    assert text == f"no bootstrap server of Mooncake at 127.0.0.1:{free}"
 
 
 async def test_engine_that_cannot_be_reached_is_one_line_and_others_are_checked(
