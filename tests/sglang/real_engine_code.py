@@ -8,35 +8,17 @@ registered: `found` is what a decode engine finds at the address of the leg.
 import json
 import sys
 import time
-import types
 from typing import Any
 
+import imports  # type: ignore[import-not-found]  # noqa: F401
 import requests
-import transformers.utils.import_utils as installed
-
-# SGLang's configurations of image models import it, and no package index has its CPU build.
-installed.is_torchvision_available()
-
-
-class Torchvision(types.ModuleType):
-    def __getattr__(self, name: str) -> object:
-        if name == "__path__":
-            return ()  # it is a package
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-for part in ("", ".io", ".transforms", ".transforms.functional"):
-    sys.modules[f"torchvision{part}"] = Torchvision(f"torchvision{part}")
-
-from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer  # noqa: E402
-from sglang.srt.entrypoints.openai.protocol import (  # noqa: E402
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
+from sglang.srt.entrypoints.openai.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
 )
-from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput  # noqa: E402
-from sglang.srt.utils.network import NetworkAddress  # noqa: E402
+from sglang.srt.managers.io_struct import AbortReq, GenerateReqInput
+from sglang.srt.utils.network import NetworkAddress
 
 RANK: dict[str, str | int] = {
     "attn_tp_size": 1, "attn_tp_rank": 0, "attn_cp_size": 1, "attn_cp_rank": 0, "attn_dp_size": 1,

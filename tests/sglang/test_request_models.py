@@ -1,13 +1,15 @@
 """What the router sends to SGLang's engines, read by SGLang's own code.
 
-Outside CI, because an environment with SGLang's imports has 2.8 GB, of which 1 GB is Triton:
+The tests of this folder are outside CI: an environment with what SGLang imports has 2.8 GB, and
+1 GB of it is Triton:
 
     python -m venv E; E/bin/pip install torch==2.13.0+cpu transformers==5.19.0 xgrammar==0.2.7
     E/bin/pip install aiohttp fastapi msgspec numpy orjson pydantic pyzmq requests openai psutil \
         pillow uvicorn uvloop openai-harmony partial_json_parser einops pybase64 setproctitle \
         prometheus-client IPython interegular python-multipart sentencepiece tiktoken xxhash \
-        zstandard blobfile anthropic distro dill scipy nvidia-ml-py compressed-tensors gguf
-    E/bin/pip install --no-deps sglang==0.5.23
+        zstandard blobfile anthropic distro dill scipy nvidia-ml-py compressed-tensors gguf \
+        soundfile jsonschema torchao pydantic-settings outlines==0.1.11 torch_memory_saver
+    E/bin/pip install --no-deps sglang==0.5.23 nixl==1.5.1 nixl-cu12==1.5.1
     DISAGG_SGLANG=E/bin/python python -m pytest tests/sglang
 """
 

@@ -28,9 +28,11 @@ RoomKey = tuple[str, int, int, int]
 
 
 class RefusedError(Exception):
-    def __init__(self, message: str, status: int = 400) -> None:
+    """`by_tokenizer`: it is found before a stream begins, else it is an event of the stream."""
+
+    def __init__(self, message: str, status: int = 400, by_tokenizer: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.by_tokenizer = status, by_tokenizer
 
 
 @dataclass
@@ -118,7 +120,7 @@ class SGLangEngine:
             kind = "BadRequest" if refused.status == 400 else str(refused.status)
             error: Json = {"object": "error", "message": str(refused), "type": kind}
             error |= {"param": None, "code": refused.status}
-            if is_stream and refused.status != 400:  # of the scheduler, after the head was sent
+            if is_stream and not refused.by_tokenizer:
                 data = json.dumps({"error": error}).encode()
                 return await peer.stream(b"data: %b\n\n" % data, DONE)
             return await peer.answer(error, refused.status)
@@ -136,10 +138,11 @@ class SGLangEngine:
                 raise RefusedError("Disaggregated request received without bootstrap room id.")
             for name, kind in (("host", str), ("port", int), ("room", int)):
                 if type(body.get(f"bootstrap_{name}")) is not kind:
-                    raise RefusedError(f"bootstrap_{name} should be of {kind}")
+                    raise RefusedError(f"bootstrap_{name} should be of {kind}", by_tokenizer=True)
         routed, hint = self._routed_rank(request), body.get("disagg_prefill_dp_rank")
         if routed is not None and not 0 <= routed < self.dp_size:
-            raise RefusedError(f"routed_dp_rank={routed} out of range [0, {self.dp_size})")
+            text = f"routed_dp_rank={routed} out of range [0, {self.dp_size})"
+            raise RefusedError(text, by_tokenizer=True)
         is_other = routed is not None and room is not None and routed != room % self.dp_size
         if self.mode == PREFILL and is_other and hint is None:
             raise RefusedError(f"follow_bootstrap_room conflict: dispatched to {routed}", 500)
@@ -160,14 +163,14 @@ class SGLangEngine:
         for at in range(count):
             rid = f"{body['rid']}_{at}" if is_list else body["rid"]
             if rid in self.legs:
-                raise RefusedError(f"Duplicate request ID detected: {rid}")
+                raise RefusedError(f"Duplicate request ID: {rid}", by_tokenizer=True)
             legs.append(Leg(rid))
             self.legs[rid] = legs[-1]
             if self.mode == NULL:
                 continue
             number = body["bootstrap_room"] + at
             if number > MAX_ROOM:
-                raise RefusedError("Expected `int` of 64 bits")
+                raise RefusedError("Expected `int` of 64 bits", by_tokenizer=True)
             if self.mode == PREFILL:
                 port, rank = self.port, self._routed_rank(request)
             else:
