@@ -32,7 +32,7 @@ class ProtocolEngine(PacedEngine):
     kv: dict[str, str] = field(default_factory=dict)
     """The nonces of computed prompts, by transfer or room."""
     fetched: dict[str, asyncio.Event] = field(default_factory=dict)
-    """Set when a decode engine has come for a room."""
+    """Set when a decode engine has fetched the KV of a room."""
 
     def page(self, path: bytes) -> dict[str, Any] | None:
         """Return a page of the real engine, by its path."""
@@ -47,10 +47,10 @@ class ProtocolEngine(PacedEngine):
 
     def fetch(self, transfer: str) -> str | None:
         """A decode engine comes for KV: return its nonce, once it is computed."""
-        if self.protocol == "sglang":
+        found = self.kv.pop(transfer, None)
+        if found is not None and self.protocol == "sglang":
             self.fetched.setdefault(transfer, asyncio.Event()).set()
-            return self.kv.get(transfer)
-        return self.kv.pop(transfer, None)
+        return found
 
 
 class ProtocolConnection(PacedConnection):
