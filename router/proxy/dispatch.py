@@ -111,15 +111,9 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:
-            if request.record.stage == DONE:
+            if not await _end_cancelled(request, gateway, task):
                 raise
-            is_aborted = task in gateway.tasks.abortable.aborted
-            if is_aborted:
-                request.record.status = 200
-            _note_disconnect(request.record, gateway.metrics)
-            if not is_aborted:
-                raise
-            return await answer_aborted(request)
+            return
         await _refuse(request, gateway, errors.ShuttingDownError("the router is shutting down"))
     except Exception as error:
         await _respond_error(request, gateway, error)
@@ -141,6 +135,20 @@ async def refuse(exchange: Exchange, gateway: Gateway, error: Exception) -> None
     request = _open_record(exchange, gateway)
     await _refuse(request, gateway, error)
     _close_record(request.record, gateway)
+
+
+async def _end_cancelled(request: Request, gateway: Gateway, task: asyncio.Task[None]) -> bool:
+    """Record a request that was cancelled. Return True if it was aborted by its client, which is
+    answered; otherwise the client has disconnected."""
+    if request.record.stage == DONE:
+        return False
+    is_aborted = task in gateway.tasks.abortable.aborted
+    if is_aborted:
+        request.record.status = 200
+    _note_disconnect(request.record, gateway.metrics)
+    if is_aborted:
+        await answer_aborted(request)
+    return is_aborted
 
 
 def _bodies_of(request: Request) -> LegBodies:
