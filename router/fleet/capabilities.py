@@ -234,8 +234,8 @@ class EngineCapabilities:
         the ranks behind one server from 0."""
         return number - min(self.rank_endpoints, default=0)
 
-    def note_push_failed(self) -> None:
-        """A push failed: another prefill engine may be at the address by now."""
+    def note_transfer_failed(self) -> None:
+        """A transfer failed: another prefill engine may be at the address by now."""
         self.is_identity_known, self.rank_endpoints = False, {}
 
     def note_kv_params(self, params: Mapping[str, object]) -> None:

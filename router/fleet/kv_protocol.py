@@ -60,7 +60,6 @@ class KvPeer(Struct, frozen=True):
     """SGLang's disaggregation_mode: prefill, decode, or null for an engine that moves no KV."""
     bootstrap_port: int = 0
     """Where decode engines find an engine that sends KV (sglang, mooncake)."""
-    dp_size: int = 1
     engine_ids: Mapping[int, str] = {}
     """Mooncake's ids of the engine's data-parallel ranks. They change when the engine restarts."""
 
@@ -80,7 +79,6 @@ class _ServerInfo(Struct):
 
     disaggregation_mode: str
     disaggregation_bootstrap_port: int = BOOTSTRAP_PORT
-    dp_size: int = 1
 
 
 class _Worker(Struct):
@@ -121,9 +119,7 @@ async def _find_sglang(get: Get) -> KvPeer | None:
             info = msgspec.json.decode(answer.body, type=_ServerInfo)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return None  # the page of another server
-        return KvPeer(
-            SGLANG, info.disaggregation_mode, info.disaggregation_bootstrap_port, info.dp_size
-        )
+        return KvPeer(SGLANG, info.disaggregation_mode, info.disaggregation_bootstrap_port)
     return None
 
 

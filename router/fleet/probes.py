@@ -32,7 +32,7 @@ from router.fleet.kv_facts import (
     ranks_of_page,
     start_time_in,
 )
-from router.fleet.kv_protocol import BOOTSTRAP_PORT, KvProtocol, find_kv_peer
+from router.fleet.kv_protocol import KvProtocol, find_kv_peer
 from router.fleet.metrics_page import MAX_METRICS_BYTES, METRICS_PATH, find_lines
 from router.http_client.errors import (
     AnswerTooLargeError,
@@ -94,8 +94,8 @@ class Prober:
         fleet: Fleet,
         interval: float,
         timeout: float,
-        kv_protocol: KvProtocol | None = None,
-        bootstrap_port: int = BOOTSTRAP_PORT,
+        kv_protocol: KvProtocol | None,
+        bootstrap_port: int,
     ) -> None:
         self._fleet = fleet
         self._kv_protocol, self._bootstrap_port = kv_protocol, bootstrap_port

@@ -110,9 +110,9 @@ async def prefill_leg(
 ) -> PrefillOutcome:
     """Send the prefill leg and return its outcome. The engine then holds KV for a decode engine.
 
-    `pair`: what this leg shares with the decode leg. `last_turn`: params
-    of retained KV that the engine is to read, which it can do only once. `hands_over`: a decode
-    engine is to continue from the token that this engine samples.
+    `pair`: what this leg shares with the decode leg. `last_turn`: params of retained KV that the
+    engine is to read, which it can do only once. `hands_over`: a decode engine is to continue from
+    the token that this engine samples.
     """
     limits = run.gateway.limits
     with PrefillAccount(run, engine, pair, last_turn) as leg:

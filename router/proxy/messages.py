@@ -121,7 +121,7 @@ class LegBodies:
 
     def of(self, body: Body) -> LegBodies:
         """Return the legs' bodies for a changed body."""
-        other = LegBodies(body)
+        other = type(self)(body)
         other.returns_ids, other.checks_prompt = self.returns_ids, self.checks_prompt
         other.prompt_ids = self.prompt_ids
         return other

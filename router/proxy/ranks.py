@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # The header that names one data-parallel rank of an engine behind one address.
 RANK_HEADER = b"x-data-parallel-rank"
+MAX_RANK_DIGITS = 8
 
 
 def place_of_leg(run: Run, engine: Engine, role: EngineRole) -> Place:
@@ -64,3 +65,11 @@ def header_line(request: Request, place: Place, known: int | None = None) -> byt
 def rank_chosen_by_client(request: Request) -> bytes | None:
     """Return the data-parallel rank that the client names. It holds for both legs."""
     return next((value for name, value in request.exchange.headers if name == RANK_HEADER), None)
+
+
+def rank_number_chosen_by_client(request: Request) -> int | None:
+    """Return the header's value as a number; -1 if it is none, None if the client names no rank."""
+    wanted = rank_chosen_by_client(request)
+    if wanted is None:
+        return None
+    return int(wanted) if wanted.isdigit() and len(wanted) < MAX_RANK_DIGITS else -1

@@ -468,8 +468,7 @@ def _may_read(run: Run, decoder: Engine, prefiller: Engine) -> bool:
         return False
     if decoder is prefiller or decoder.group != prefiller.group:
         return False
-    sent, read = prefiller.kv_protocol, decoder.kv_protocol
-    return sent is read or can_exchange(sent, read)
+    return can_exchange(prefiller.kv_protocol, decoder.kv_protocol)
 
 
 def _is_avoided(run: Run, prefiller: Engine, decoder: Engine) -> bool:

@@ -282,7 +282,7 @@ async def push(run: Run) -> None:
         if failed is None:
             return None
         if not isinstance(failed.error, PreemptedError):
-            prefiller.capabilities.note_push_failed()
+            prefiller.capabilities.note_transfer_failed()
         recover(run, failed)
         if lacks_pair(run):
             return await decode_only(run, "no_pair")
@@ -309,14 +309,14 @@ async def transfer(run: Run) -> None:
             return await pull(run)
         pair = protocol.pair(run.request, place_of_leg(run, prefiller, PREFILL), decoder)
         if pair is None:  # an engine that is back, and whose pages were not read again
-            prefiller.capabilities.note_push_failed()
+            prefiller.capabilities.note_transfer_failed()
             run.failed.append(prefiller)
             continue
         run.prefiller = None
         failed = await send_pair(run, prefiller, decoder, protocol, pair)
         if failed is None:
             return None
-        prefiller.capabilities.note_push_failed()
+        prefiller.capabilities.note_transfer_failed()
         recover(run, failed)
 
 

@@ -40,18 +40,14 @@ async def read_tokens(request: Request, gateway: Gateway) -> None:
 class TokenBodies(LegBodies):
     """The bodies of the legs of one such request."""
 
-    __slots__ = ("_sampling",)
+    __slots__ = ()
 
     def __init__(self, body: Body) -> None:
-        self._sampling = body[SAMPLING]
         super().__init__({name: body[name] for name in body if name != SAMPLING})
-        self._own[SAMPLING] = self._sampling
-
-    def of(self, body: Body) -> LegBodies:
-        return TokenBodies(body)
+        self._own[SAMPLING] = body[SAMPLING]
 
     def _one_token(self, least: int = 0) -> list[bytes]:
-        sampling = {**self._sampling, "max_tokens": 1}
+        sampling = {**self._own[SAMPLING], "max_tokens": 1}
         sampling.pop(MIN_TOKENS, None)
         if least:
             sampling[MIN_TOKENS] = least

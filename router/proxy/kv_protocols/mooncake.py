@@ -13,15 +13,14 @@ ended its leg. If that engine is gone, another one reads it, for a prompt of one
 from __future__ import annotations
 
 from collections.abc import Mapping
-from uuid import uuid4
 
 from router.common.exact_json import dumps
 from router.fleet.engine import Engine, EngineRank, Place, engine_of
 from router.fleet.kv_protocol import MOONCAKE
 from router.proxy.kv_params import KvParams
-from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol
+from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol, new_transfer_id
 from router.proxy.messages import ONE_AND_ON
-from router.proxy.ranks import header_line, rank_chosen_by_client
+from router.proxy.ranks import header_line, rank_number_chosen_by_client
 from router.proxy.request import Request
 from router.settings import Address
 
@@ -38,7 +37,7 @@ class Mooncake(TransferProtocol):
         engine_id = peer.engine_ids.get(number)
         if engine_id is None:
             return None
-        transfer_id = f"xfer-{uuid4()}"
+        transfer_id = new_transfer_id()
         bootstrap = Address(engine.spec.address.host, peer.bootstrap_port)
         prefill = {
             "do_remote_decode": True,
@@ -56,7 +55,6 @@ class Mooncake(TransferProtocol):
         return LegPair(
             place,
             KvParams(dumps(decode)),
-            transfer_id=transfer_id,
             pinned=header_line(request, place, known),
             prefill_fields=b'"kv_transfer_params":' + dumps(prefill),
             lengths=ONE_AND_ON,
@@ -69,8 +67,8 @@ def _rank_number(request: Request, place: Place, engine_ids: Mapping[int, str]) 
     """Return the number of the data-parallel rank that computes the prompt."""
     if isinstance(place, EngineRank):
         return place.header
-    wanted = rank_chosen_by_client(request)
+    wanted = rank_number_chosen_by_client(request)
     if wanted is not None:
-        return int(wanted) if wanted.isdigit() and len(wanted) < 8 else -1
+        return wanted
     numbers = sorted(engine_ids)
     return numbers[request.number % len(numbers)] if numbers else -1

@@ -14,15 +14,13 @@ decode engine can read it: the prefill engine would write into its blocks at the
 
 from __future__ import annotations
 
-from uuid import uuid4
-
 from router.common.exact_json import dumps
 from router.fleet.engine import Engine, Place
 from router.fleet.kv_protocol import MORIIO
 from router.http_client.errors import BrokenAnswerError
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.kv_params import KvParams
-from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol
+from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol, new_transfer_id
 from router.proxy.messages import ONE_AND_ON
 from router.proxy.ranks import header_line
 from router.proxy.request import Request
@@ -40,7 +38,7 @@ class MoRIIO(TransferProtocol):
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
-            "transfer_id": f"xfer-{uuid4()}",
+            "transfer_id": new_transfer_id(),
             "remote_engine_id": f"{host}:{HANDSHAKE_PORT}",
             "remote_block_ids": [],
             "remote_host": host,

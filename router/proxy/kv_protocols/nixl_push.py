@@ -8,17 +8,15 @@ match the two legs by `transfer_id`, or by an X-Request-Id that no other request
 
 from __future__ import annotations
 
-from uuid import uuid4
-
 from msgspec import structs
 
 from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
 from router.fleet.engine import Engine, EngineRank, Place, engine_of
 from router.proxy.kv_params import KvParams
-from router.proxy.kv_protocols.protocol import LegPair
+from router.proxy.kv_protocols.protocol import LegPair, new_transfer_id
 from router.proxy.messages import new_leg_id
-from router.proxy.ranks import header_line, rank_chosen_by_client
+from router.proxy.ranks import header_line, rank_number_chosen_by_client
 from router.proxy.request import Request
 
 PUSHES = "push"
@@ -39,7 +37,7 @@ def make_push(request: Request, place: Place, decoder: Engine, forced: bool) -> 
     if found is None:
         return None
     at, pinned = found
-    leg_id, transfer_id = new_leg_id(request.record.request_id), f"xfer-{uuid4()}"
+    leg_id, transfer_id = new_leg_id(request.record.request_id), new_transfer_id()
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -62,13 +60,11 @@ def _choose_rank(request: Request, place: Place) -> tuple[RankEndpoint, bytes] |
     """
     capabilities = engine_of(place).capabilities
     endpoints, known = capabilities.rank_endpoints, None
-    wanted = rank_chosen_by_client(request)
+    wanted = rank_number_chosen_by_client(request)
     if isinstance(place, EngineRank):
         number = place.number
     elif wanted is not None:
-        number = (
-            int(wanted) + min(endpoints, default=0) if wanted.isdigit() and len(wanted) < 8 else -1
-        )
+        number = wanted + min(endpoints, default=0) if wanted >= 0 else -1
     elif endpoints:
         number = sorted(endpoints)[request.number % len(endpoints)]
         known = capabilities.header_value(number) if len(endpoints) > 1 else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
+from uuid import uuid4
 
 from router.fleet.engine import Engine, Place
 from router.fleet.kv_protocol import KvProtocol
@@ -46,6 +47,11 @@ class LegPair(NamedTuple):
     abort: Abort | None = None
     """Tells an engine at once that its leg has ended; for engines that notice a closed connection
     late."""
+
+
+def new_transfer_id() -> str:
+    """Return an id by which vLLM's connectors match the two legs of an attempt."""
+    return f"xfer-{uuid4()}"
 
 
 class TransferProtocol(ABC):

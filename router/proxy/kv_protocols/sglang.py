@@ -25,7 +25,7 @@ from router.proxy.messages import CLIENTS, new_leg_id
 from router.proxy.ranks import header_line, rank_chosen_by_client
 from router.proxy.request import Request
 
-# Rooms are numbers of 63 bits. The rest is room for the answers that follow the first one.
+# Rooms are numbers of 63 bits. The prompts of a list take the numbers that follow.
 ROOM_BITS = 62
 # Fields by which clients name a data-parallel rank, the newer one first.
 RANK_FIELDS = ("routed_dp_rank", "data_parallel_rank")
