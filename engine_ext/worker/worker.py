@@ -91,7 +91,7 @@ class WorkerConnector:
         self._identity = identity
         self._open_push = open_push
         self.results = PendingResults()
-        """What the owner thread reports."""
+        """The owner thread adds results here, and the scheduler half's step takes them."""
         self._stats = ConnectorStats()
         self._open_agent = open_agent or partial(open_nixl, stats=self._stats)
         self.inbox: deque[StepMetadata] = deque()

@@ -115,7 +115,7 @@ class EngineCapabilities:
     rank_endpoints: Mapping[int, RankEndpoint] = field(default_factory=dict)
     """By data-parallel rank."""
     kv_peer: KvPeer = field(default_factory=KvPeer)
-    """How it moves KV."""
+    """The KV protocol of the engine, and its data."""
     kv: KvFacts = field(default_factory=KvFacts)
     """The facts that are compared with those of other engines."""
     cache_tokens: int = 0

@@ -84,7 +84,7 @@ class EngineSpec:
 
     @property
     def pairing(self) -> tuple[object, ...]:
-        """What decides which engines it exchanges KV with, and how."""
+        """The fields that select the engines with which it exchanges KV, and the protocol."""
         return self.role, self.group, self.kv_protocol, self.bootstrap_port
 
     @property

@@ -1,15 +1,14 @@
-"""The protocol by which an engine moves KV, and how the router finds it out.
+"""The KV protocol of an engine, and how the router detects it.
 
-Our own engines and stock vLLM with a NixlConnector speak `nixl`. Engines of other kinds say on
-their own pages what they are (beside each page: the release in which we read it):
+Our own engines and stock vLLM with a NixlConnector use `nixl`. The router recognizes other engines
+by a page of theirs (beside it: the release in which we read it):
 
     sglang    GET /server_info has a disaggregation_mode                      SGLang 0.5.23
     trtllm    GET /v1/models says owned_by tensorrt_llm                       TensorRT-LLM 1.2
     mooncake  GET http://PREFILLER:BOOTSTRAP_PORT/query lists engine ids      vLLM 0.32
 
-No page shows that engines share a KV store, or have vLLM's MoRIIOConnector, so `store` and `moriio`
-have to be configured. An engine that nobody configured and whose pages show nothing counts as
-`nixl`.
+No page names a shared KV store or vLLM's MoRIIOConnector, so the operator configures `store` and
+`moriio`. The router uses `nixl` for an engine without a configured protocol whose pages name none.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ WITHOUT_VLLM_FIELDS = frozenset((SGLANG, TRTLLM))
 
 
 class KvPeer(Struct, frozen=True):
-    """What an engine's pages say about how it moves KV."""
+    """The KV protocol of an engine, as its pages or the operator name it."""
 
     protocol: KvProtocol = NIXL
     mode: str = ""
     """SGLang's disaggregation_mode: prefill, decode, or null for an engine that moves no KV."""
     bootstrap_port: int = 0
-    """Where decode engines find an engine that sends KV (sglang, mooncake)."""
+    """The port of a prefill engine's bootstrap server (sglang, mooncake); 0 if unknown."""
     engine_ids: Mapping[int, str] = {}
     """Mooncake's ids of the engine's data-parallel ranks. They change when the engine restarts."""
 
@@ -94,8 +93,8 @@ _decode_workers = msgspec.json.Decoder(dict[int, _Worker]).decode
 async def find_kv_peer(
     get: Get, wanted: KvProtocol | None, address: Address, bootstrap_port: int, sends: bool
 ) -> KvPeer:
-    """Ask an engine how it moves KV. `get` sends a GET request to it. `wanted` is the protocol that
-    was configured for it, if any. `sends`: it is used as a prefill engine.
+    """Detect the KV protocol of an engine. `get` sends a GET request to it. `wanted`: the protocol
+    that the operator configured, if any. `sends`: the engine is a prefill engine.
 
     Raises UpstreamError if the engine did not answer.
     """

@@ -229,7 +229,7 @@ class Prober:
         self._fleet.note_ranks(engine, ranks)
 
     async def fetch_kv_peer(self, engine: Engine) -> None:
-        """Ask an engine without our identity page how it moves KV. Raises UpstreamError."""
+        """Detect the KV protocol of an engine without our identity page. Raises UpstreamError."""
         engine.capabilities.kv_peer = await find_kv_peer(
             partial(self._get, engine),
             engine.spec.kv_protocol or self._kv_protocol,

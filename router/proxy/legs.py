@@ -492,8 +492,8 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         return super().failed(error)
 
     def _hand_to_releaser(self, answer: EngineAnswer | None) -> None:
-        """A hedged leg has lost, and its engine may have retained the KV of the turn; or the client
-        has left, and the engine has not told yet that the KV may be freed."""
+        """Release the KV that a lost hedged leg may have retained. If the client has disconnected,
+        wait until the decode engine has read the prefill engine's KV, which frees it."""
         releaser, pair = self.run.gateway.releaser, self._pair
         if pair is not None and pair.keeps_aborted and not self.run.is_read:
             if answer is not None:

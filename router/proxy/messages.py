@@ -79,13 +79,13 @@ BodyHalves = tuple[bytes | memoryview, bytes]
 
 
 class PrefillLengths(Enum):
-    """How many tokens a prefill engine of another KV protocol is asked for."""
+    """The max_tokens and min_tokens of a prefill leg of another KV protocol."""
 
     ONE = auto()
     ONE_AND_ON = auto()
-    """One that does not end the answer: an engine frees the KV of an answer that has ended."""
+    """One token that is no end of the answer: engines free the KV of a finished answer."""
     CLIENTS = auto()
-    """As many as the client wants: the engine stops after one by itself."""
+    """The client's own values: the engine stops after one token by itself."""
 
 
 ONE, ONE_AND_ON, CLIENTS = PrefillLengths

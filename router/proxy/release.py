@@ -92,16 +92,17 @@ class KvReleaser:
     def release_by_reading(
         self, request: Request, group: str, body: Body, gone: Engine | None = None
     ) -> None:
-        """Let a decode engine of the group read KV whose own decode engine is `gone`, or never got
-        its leg: the prefill engine then frees it. See `LegPair.release`."""
+        """Send `LegPair.release` to a decode engine of the group: it reads the KV, so the prefill
+        engine frees it. `gone`: the lost decode engine, which is not asked."""
         usable = self._fleet.usable_engines(EngineRole.DECODE)
         others = [one for one in usable if one is not gone and one.group == group]
         if others:
             self._spawn(self._release_by_reading(request, others[0], body))
 
     def await_reading(self, answer: EngineAnswer) -> None:
-        """Let a decode leg whose client has left go on until its engine has begun to answer, or has
-        certainly queued it: then the engine has read the KV, or tells that it will not."""
+        """Close a decode leg whose client has disconnected once the engine answers or the timeout
+        ends. By then the engine has read the KV, or it has queued the request and reports the abort
+        to the prefill engine."""
         self._spawn(self._await_reading(answer))
 
     def release_late_prefill(self, request: Request, answer: EngineAnswer) -> None:

@@ -312,7 +312,7 @@ def leaves_nothing_behind(server: Server, seconds: float = 30) -> None:
 
 
 def freed(server: Server) -> bool:
-    """Whether no finished request holds a block."""
+    """Return True if no finished request holds a block."""
     return metric(server, "disagg_engine_blocks_delayed") == 0
 
 

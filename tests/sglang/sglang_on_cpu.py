@@ -20,7 +20,7 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 
 class Event:
-    """What is recorded on a CPU has happened."""
+    """Replaces torch.cuda.Event. Work on a CPU is complete when the event is recorded."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
     def record(self, *_: object) -> None: ...

@@ -1,4 +1,4 @@
-"""What the router sends to SGLang's engines, read by SGLang's own code.
+"""SGLang's own code validates the requests that the router sends to its engines.
 
 The tests of this folder are outside CI: an environment with what SGLang imports has 2.8 GB, and
 1 GB of it is Triton:

@@ -1,5 +1,5 @@
-"""Token ids in, token ids out (/inference/v1/generate, --enable-scale-out): both engines work on
-such a request, and one that does not serve it says what to do."""
+"""Two engines serve a request of token ids (/inference/v1/generate), and an engine without
+--enable-scale-out names that flag in its error."""
 
 import json
 from typing import Any

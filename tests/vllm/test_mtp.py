@@ -45,7 +45,7 @@ PAIR = [
 
 @pytest.fixture(scope="module", autouse=True)
 def right(fleet: Fleet) -> list[Answer]:
-    """Of an engine that guesses nothing. It has ended before the others start."""
+    """Return the answers of an engine without speculation. It ends before the others start."""
     with fleet.server(Kind("mtp-alone", None, BACKEND, write_mtp_model)) as alone:
         return [complete(alone, prompt, NUM_TOKENS) for prompt in PROMPTS]
 

@@ -1,4 +1,4 @@
-"""What a protocol by which engines move KV has to say, and what the two legs of a request share."""
+"""The interface of a KV protocol, and the values that the two legs of an attempt share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Abort(NamedTuple):
 
 
 class LegPair(NamedTuple):
-    """What the two legs of one attempt share."""
+    """The values that the two legs of one attempt share."""
 
     place: Place
     """The prefill engine or its data-parallel rank."""
@@ -42,8 +42,8 @@ class LegPair(NamedTuple):
     release: Body | None = None
     """A completion that makes a decode engine read the prefill engine's KV, which frees it."""
     keeps_aborted: bool = False
-    """A decode engine that is told to end while it waits for KV keeps its blocks. So the leg of a
-    client that has left goes on for a moment."""
+    """A decode engine keeps the blocks of a request that is aborted while it waits for KV. So the
+    router lets the leg continue for a moment after the client has disconnected."""
     abort: Abort | None = None
     """Tells an engine at once that its leg has ended; for engines that notice a closed connection
     late."""
@@ -74,10 +74,10 @@ class TransferProtocol(ABC):
 
     @abstractmethod
     def pair(self, request: Request, place: Place, decoder: Engine) -> LegPair | None:
-        """Return what the two legs of an attempt share; None if too little is known of the prefill
-        engine (`place`, maybe one of its ranks) for now."""
+        """Return the values that the two legs of an attempt share. Return None while the address or
+        id of the prefill engine (`place`, an engine or a rank) is unknown."""
 
     def continue_with(self, pair: LegPair, prefilled: PrefillAnswer) -> LegPair | None:
-        """Return what the decode leg gets that follows this answer of the prefill engine; None if
-        that is the whole answer. Raises BrokenAnswerError."""
+        """Return the pair for the decode leg that follows this answer of the prefill engine; None
+        if the client gets this answer. Raises BrokenAnswerError."""
         return pair

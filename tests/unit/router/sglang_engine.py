@@ -74,7 +74,7 @@ class SGLangEngine:
         self.engine, self.mode, self.rooms, self.port = engine, mode, rooms, port
         self.dp_size = dp_size = rooms.dp_size
         self.legs: dict[str, Leg] = {}
-        """Those that wait or run, by rid."""
+        """The waiting and running legs, by rid."""
         self.aborted: list[str] = []
         self.tokens = ["a", "b"]
         """The answer to each prompt."""

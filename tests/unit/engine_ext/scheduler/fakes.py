@@ -175,7 +175,7 @@ def metadata_of(engine_id: str, agent: str, layers: Sequence[Region], **more: An
 
 
 def push_registration(request_id: str = "d-1", **changes: Any) -> PushRegistered:
-    """What D sends to P for a push."""
+    """Return the registration that D sends to P for a push."""
     fields: dict[str, Any] = {
         "decode_engine_id": "d",
         "decode_host": "127.0.0.1",

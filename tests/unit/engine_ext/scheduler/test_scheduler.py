@@ -861,7 +861,7 @@ def test_a_window_is_not_placed_by_a_number_that_got_lost_or_changed_on_the_way(
 def test_a_remote_that_gave_up_what_a_window_or_a_chunk_needs_is_not_read(
     block_size: int, window: int, listed: int, loaded: int
 ) -> None:
-    """Of 100 tokens in the remote's 7 blocks of 16."""
+    """The remote engine holds 100 tokens in 7 blocks of 16."""
     decoder = make("d", geometry=CacheGeometry(block_size, 32, group_windows=(None, window)))
     whole = list(BLOCKS[0])
     given = {"remote_block_ids": [whole, [0, *whole[-listed:]]], "remote_block_size": 16}
