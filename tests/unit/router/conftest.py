@@ -13,50 +13,16 @@ from scripts.mock_engine import MockEngine
 from tests.redis_server import RedisServer, running_redis
 from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
-from tests.unit.router.mock_engine import running_engine, running_engines
+from tests.unit.router.mock_engine import engine_fixture, running_engines
 
 StartRouter = Callable[..., Awaitable[Router]]
+p, p2, p3 = (engine_fixture(lambda: usual_prefill) for _ in range(3))
+d, d2, d3 = (engine_fixture(lambda: usual_decode) for _ in range(3))
 
 
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The loop that the router runs on."""
     return {"uvloop": uvloop.new_event_loop}
-
-
-@pytest.fixture
-async def p() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_prefill) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def d() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_decode) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def p2() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_prefill) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def p3() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_prefill) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def d2() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_decode) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def d3() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_decode) as engine:
-        yield engine
 
 
 @pytest.fixture

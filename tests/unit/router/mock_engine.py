@@ -4,8 +4,11 @@ import contextlib
 import json
 import ssl
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from itertools import takewhile
+from typing import Any
+
+import pytest
 
 from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script
 
@@ -110,6 +113,17 @@ async def running_engine(
     finally:
         await engine.stop()
         assert not engine.failures, engine.failures
+
+
+def engine_fixture(make_script: Callable[[], Script]) -> Any:
+    """Return a fixture: a mock engine that runs during a test, with a script of its own."""
+
+    @pytest.fixture
+    async def engine() -> AsyncIterator[MockEngine]:
+        async with running_engine(make_script()) as running:
+            yield running
+
+    return engine
 
 
 @contextlib.asynccontextmanager

@@ -1,33 +1,7 @@
 """Fixtures: prefill engines, and decode engines that retain KV."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
-from scripts.mock_engine import MockEngine
 from tests.unit.router.conversations.engines import decoding, prefilling
-from tests.unit.router.mock_engine import running_engine
+from tests.unit.router.mock_engine import engine_fixture
 
-
-@pytest.fixture
-async def p() -> AsyncIterator[MockEngine]:
-    async with running_engine(prefilling()) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def d() -> AsyncIterator[MockEngine]:
-    async with running_engine(decoding()) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def p2() -> AsyncIterator[MockEngine]:
-    async with running_engine(prefilling()) as engine:
-        yield engine
-
-
-@pytest.fixture
-async def d2() -> AsyncIterator[MockEngine]:
-    async with running_engine(decoding()) as engine:
-        yield engine
+p, p2 = (engine_fixture(prefilling) for _ in range(2))
+d, d2 = (engine_fixture(decoding) for _ in range(2))

@@ -10,16 +10,11 @@ from router.http_client.pool import EnginePool, PoolLimits
 from scripts.mock_engine import MockEngine
 from tests.unit.router.engine_scripts import usual_decode
 from tests.unit.router.harness import eventually
-from tests.unit.router.mock_engine import running_engine
+from tests.unit.router.mock_engine import engine_fixture
 
 HEADER_LIMIT = 16 * 1024
 StartPool = Callable[..., EnginePool]
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[MockEngine]:
-    async with running_engine(usual_decode) as engine:
-        yield engine
+engine = engine_fixture(lambda: usual_decode)
 
 
 @pytest.fixture
