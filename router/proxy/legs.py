@@ -324,13 +324,14 @@ class LegAccount(Generic[T]):
 class PrefillAccount(LegAccount[PrefillAnswer]):
     """The account of a prefill leg; see `prefill_leg`."""
 
-    __slots__ = ("_tokens",)
+    __slots__ = ("_pair", "_tokens")
     role = PREFILL
 
     def __init__(
         self, run: Run, engine: Engine, pair: LegPair | None, last_turn: Body | None
     ) -> None:
         super().__init__(run, engine, run.route.prefill_feedback)
+        self._pair = pair
         request, record = run.request, run.request.record
         record.stage, record.prefiller = "prefill", engine.name
         record.prefill_started = self._started
@@ -392,7 +393,9 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
 
     def _hand_to_releaser(self, answer: EngineAnswer | None) -> None:
         if answer is not None:
-            self.run.gateway.releaser.release_late_prefill(self.run.request, answer)
+            release = None if self._pair is None else self._pair.release
+            releaser = self.run.gateway.releaser
+            releaser.release_late_prefill(self.run.request, self.engine.group, answer, release)
             self.answer = None
 
     def _end_span(self, span: TracedLeg, error: BaseException | None) -> None:

@@ -105,10 +105,12 @@ class KvReleaser:
         to the prefill engine."""
         self._spawn(self._await_reading(answer))
 
-    def release_late_prefill(self, request: Request, answer: EngineAnswer) -> None:
+    def release_late_prefill(
+        self, request: Request, group: str, answer: EngineAnswer, release: Body | None
+    ) -> None:
         """End a prefill leg whose client has disconnected, and release its blocks if the engine had
-        finished by then."""
-        self._spawn(self._release_late_prefill(request, answer))
+        finished by then. `release`: see `LegPair.release`, None if the answer has params."""
+        self._spawn(self._release_late_prefill(request, group, answer, release))
 
     def release_late_turn(self, request: Request, engine: Engine, answer: EngineAnswer) -> None:
         """End a hedged decode leg of a turn that another leg has won, and release its retained KV
@@ -133,13 +135,19 @@ class KvReleaser:
         status = await self._send(request, decoder, COMPLETIONS, body)
         self._metrics.releases.labels("done" if status == 200 else "failed").inc()
 
-    async def _release_late_prefill(self, request: Request, answer: EngineAnswer) -> None:
+    async def _release_late_prefill(
+        self, request: Request, group: str, answer: EngineAnswer, release: Body | None
+    ) -> None:
         try:
             raw = await self._read_late_answer(answer)
-            params = PrefillAnswer(raw).params if answer.status == 200 else None
+            if answer.status != 200:
+                return
+            params = PrefillAnswer(raw).params
         except (TimeoutError, UpstreamError):
             return
-        if params is not None:
+        if release is not None:
+            self.release_by_reading(request, group, release)
+        elif params is not None:
             await self._release_prefill(request, request.record.prefiller, params)
 
     async def _release_late_turn(

@@ -1,6 +1,7 @@
 """Engines of other KV protocols than the NixlConnector's: what their pages show, what each gets,
 and what it refuses. Their scripts refuse what the real engines refuse."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -233,6 +234,30 @@ async def test_kv_of_a_mooncake_transfer_whose_decode_engine_is_gone_is_read_by_
 
         await eventually(released)
         assert len(released()) == 1
+
+
+async def test_kv_of_a_mooncake_prefill_that_ends_as_its_client_leaves_is_read(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    asked = asyncio.Event()
+
+    async def end_late(request: Received, peer: Peer) -> None:
+        asked.set()
+        await peer.wait_left()
+        await peer.answer(USUAL)
+
+    async with running_engine(usual_prefill) as bootstrap:
+        bootstrap.pages["/query"] = json.dumps(workers("id-0")).encode()
+        p.usual = end_late
+        router = await start_router(bootstrap_port=bootstrap.port)
+        asking = asyncio.create_task(router.complete())
+        await asked.wait()
+        asking.cancel()
+        await eventually(lambda: d.requests)
+    (release,) = d.requests
+    sent = p.last.json["kv_transfer_params"]["transfer_id"]
+    assert release.json["kv_transfer_params"]["transfer_id"] == sent
+    assert release.json["prompt"] == [1]
 
 
 @pytest.mark.parametrize(
