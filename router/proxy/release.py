@@ -43,6 +43,9 @@ from router.telemetry.metrics import Metrics
 
 # Seconds that a cancelled leg may take to return an answer that its engine had finished by then.
 LATE_ANSWER_TIMEOUT_S = 1.0
+# Seconds for which a prefill leg goes on after its client has left if the engine would keep the KV
+# of a prompt that it finishes in the moment of its abort, with no answer that tells of it.
+UNABORTED_PREFILL_S = 3.0
 # Seconds after which a decode engine has read, tokenized and queued a leg, even under load.
 LEG_ARRIVAL_TIME_S = 5.0
 # Seconds for which the leg of a client that has left goes on; see `KvReleaser.await_reading`.
@@ -109,7 +112,8 @@ class KvReleaser:
         self, request: Request, group: str, answer: EngineAnswer, release: Body | None
     ) -> None:
         """End a prefill leg whose client has disconnected, and release its blocks if the engine had
-        finished by then. `release`: see `LegPair.release`, None if the answer has params."""
+        finished by then. `release`: see `LegPair.release`; such a leg is ended only if it lasts for
+        much longer. None if the answer has params."""
         self._spawn(self._release_late_prefill(request, group, answer, release))
 
     def release_late_turn(self, request: Request, engine: Engine, answer: EngineAnswer) -> None:
@@ -139,7 +143,7 @@ class KvReleaser:
         self, request: Request, group: str, answer: EngineAnswer, release: Body | None
     ) -> None:
         try:
-            raw = await self._read_late_answer(answer)
+            raw = await self._read_late_answer(answer, 0.0 if release is None else UNABORTED_PREFILL_S)
             if answer.status != 200:
                 return
             params = PrefillAnswer(raw).params
@@ -161,11 +165,15 @@ class KvReleaser:
         if kept and engine.capabilities.supports_release:
             await self._release_turn(request, engine, kept[-1])
 
-    async def _read_late_answer(self, answer: EngineAnswer) -> bytes:
-        """Tell the engine by a half-closed connection that nothing more is wanted, and return what
-        it still sends. Raises TimeoutError, UpstreamError."""
-        answer.half_close()
+    async def _read_late_answer(self, answer: EngineAnswer, patience: float = 0.0) -> bytes:
+        """Wait `patience` seconds for the answer. Then tell the engine by a half-closed connection
+        that nothing more is wanted, and return what it still sends. Raises TimeoutError,
+        UpstreamError."""
         try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience):
+                    await answer.ready()
+            answer.half_close()
             async with asyncio.timeout(LATE_ANSWER_TIMEOUT_S):
                 return await answer.read(self._max_answer_bytes)
         finally:

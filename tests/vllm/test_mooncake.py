@@ -21,7 +21,7 @@ from tests.vllm.servers import UNCACHED, Fleet, Kind
 INSTALL = Path(__file__).parents[2] / "scripts" / "install_mooncake"
 LENGTHS = (1, 31, 32, 33, 200, 1500)
 """Of prompts."""
-SOON = 6
+SOON = 20
 """Seconds, before engines give up a transfer by themselves."""
 LONG = 120
 """Tokens of an answer that is under way for a while."""
@@ -38,7 +38,7 @@ def mooncake(name: str, role: str, bootstrap_port: int, *options: str) -> Kind:
     environment = {
         "DISAGG_MOONCAKE": run.stdout.splitlines()[-1],
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap_port),
-        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "12",
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30",
         "VLLM_HOST_IP": "127.0.0.1",
     }
     return Kind(name, transfer, (UNCACHED, *options), environment=environment)

@@ -236,14 +236,16 @@ async def test_kv_of_a_mooncake_transfer_whose_decode_engine_is_gone_is_read_by_
         assert len(released()) == 1
 
 
-async def test_kv_of_a_mooncake_prefill_that_ends_as_its_client_leaves_is_read(
+async def test_mooncake_prefill_whose_client_leaves_is_not_aborted_but_read(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
-    asked = asyncio.Event()
+    asked, left = asyncio.Event(), asyncio.Event()
 
     async def end_late(request: Received, peer: Peer) -> None:
         asked.set()
-        await peer.wait_left()
+        await left.wait()
+        with pytest.raises(TimeoutError):  # the router has not hung up
+            await asyncio.wait_for(peer.wait_left(), 0.2)
         await peer.answer(USUAL)
 
     async with running_engine(usual_prefill) as bootstrap:
@@ -253,6 +255,8 @@ async def test_kv_of_a_mooncake_prefill_that_ends_as_its_client_leaves_is_read(
         asking = asyncio.create_task(router.complete())
         await asked.wait()
         asking.cancel()
+        await asyncio.wait((asking,))
+        left.set()
         await eventually(lambda: d.requests)
     (release,) = d.requests
     sent = p.last.json["kv_transfer_params"]["transfer_id"]
