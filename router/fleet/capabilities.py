@@ -28,6 +28,9 @@ from router.fleet.step_model import (
 
 # After this many answers without evidence of a capability it counts as missing.
 MAX_ANSWERS_WITHOUT_EVIDENCE = 3
+# The first release of vLLM that takes the ids of a chat's prompt.
+RELEASE = re.compile(r"(\d{1,4})\.(\d{1,4})")
+TAKES_TOKEN_IDS = (0, 31)
 DP_RANK_MARK = "_dp"
 DP_RANK = re.compile(DP_RANK_MARK + r"(\d{1,6})$")
 
@@ -94,6 +97,9 @@ class EngineCapabilities:
     """It can hand over a first token that it sampled."""
     supports_resume: bool = False
     """It can continue an answer that another engine began."""
+    takes_token_ids: bool = False
+    """It reports token ids in its streams if asked to (`return_token_ids`), and computes ids
+    instead of a chat's messages, as stock vLLM does."""
     reports_token_ids: bool = False
     """Its streams carry the ids of their tokens."""
     returns_preempted: bool = False
@@ -201,6 +207,8 @@ class EngineCapabilities:
             self.returns_preempted = "hand_back" in names
             self.reports_load_failures = "load_failures" in names
             self.render_hashes = _texts_in(identity.get("renders"))
+        versions = identity.get("versions")
+        self.note_release({"version": versions.get("vllm")} if isinstance(versions, dict) else {})
         modes, ranks = identity.get("transfer_modes"), identity.get("ranks")
         if isinstance(modes, list):
             self.supports_push = "push" in modes
@@ -224,6 +232,14 @@ class EngineCapabilities:
             self.compatibility = _compatibility_of(ranks, identity.get("versions"))
             known = {rank_number(rank): rank_endpoint_in(rank) for rank in ranks}
             self.rank_endpoints = {rank: at for rank, at in known.items() if at is not None}
+
+    def note_release(self, page: Mapping[str, object]) -> None:
+        """Apply vLLM's page of its version."""
+        version = page.get("version")
+        found = RELEASE.match(version) if isinstance(version, str) else None
+        self.takes_token_ids = found is not None and (
+            (int(found[1]), int(found[2])) >= TAKES_TOKEN_IDS
+        )
 
     def names_blocks_as(self, other: EngineCapabilities) -> bool:
         """Return True unless the two engines report different schemes: a loan needs equal names."""

@@ -32,7 +32,7 @@ from router.fleet.kv_facts import (
     ranks_of_page,
     start_time_in,
 )
-from router.fleet.kv_protocol import KvProtocol, find_kv_peer
+from router.fleet.kv_protocol import WITHOUT_VLLM_FIELDS, KvProtocol, find_kv_peer
 from router.fleet.metrics_page import MAX_METRICS_BYTES, METRICS_PATH, find_lines
 from router.http_client.errors import (
     AnswerTooLargeError,
@@ -68,6 +68,9 @@ STREAM_GRACE_S = 5.0
 OVERDUE_S = 10.0
 # A repeated error is logged again after this time.
 LOG_INTERVAL_S = 60.0
+
+# vLLM's page of its version, which has no other field.
+VERSION_PATH = "/version"
 
 Model = dict[str, Any]
 
@@ -229,14 +232,19 @@ class Prober:
         self._fleet.note_ranks(engine, ranks)
 
     async def fetch_kv_peer(self, engine: Engine) -> None:
-        """Detect the KV protocol of an engine without our identity page. Raises UpstreamError."""
-        engine.capabilities.kv_peer = await find_kv_peer(
-            partial(self._get, engine),
+        """Detect the KV protocol of an engine without our identity page, and the release of a
+        vLLM. Raises UpstreamError."""
+        capabilities, get = engine.capabilities, partial(self._get, engine)
+        capabilities.kv_peer = await find_kv_peer(
+            get,
             engine.spec.kv_protocol or self._kv_protocol,
             engine.spec.address,
             engine.spec.bootstrap_port or self._bootstrap_port,
             engine.role.plays(PREFILL),
         )
+        if capabilities.kv_peer.protocol not in WITHOUT_VLLM_FIELDS:
+            page = json_of(await get(VERSION_PATH))
+            capabilities.note_release(page if isinstance(page, dict) and len(page) == 1 else {})
 
     async def _fetch_metrics(self, engine: Engine) -> str | None:
         """Return the lines of an engine's metrics that matter here, None without an answer."""

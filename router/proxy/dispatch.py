@@ -107,7 +107,7 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         run = Run(request, bodies, plan, gateway, plan.route, resume, held, slot)
         if plan.reuse is not None:
             run.take_turn(plan.reuse.turn)
-            bodies.returns_ids = wants_token_ids(run)
+            bodies.returns_ids = resume.keeps_ids = wants_token_ids(run)
         await strategies.answer(run)
     except asyncio.CancelledError:
         if not gateway.tasks.is_interrupted:

@@ -121,7 +121,8 @@ async def prefill_leg(
             body = run.bodies.prefill_with(pair.prefill_fields, pair.lengths)
         else:
             transfer_id = "" if pair is None else pair.transfer_id
-            begun = None if run.resume.buffer is None else run.resume.continued
+            continued = None if run.resume.buffer is None else run.resume.continued
+            begun = None if continued is None or continued.by_ids else continued
             body = run.bodies.prefill(last_turn, transfer_id, hands_over, begun, loan_field)
         answer = await leg.send(
             "" if pair is None else pair.leg_id,
@@ -458,7 +459,9 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         if self.loan is not None:
             params = with_field(params, self.loan.field)
         is_whole = request.exact_stream and run.plan.reuse is not None
-        return run.bodies.decode(params, self.threshold, is_whole, run.retains_turn)
+        buffer = self.params.buffer
+        by_ids = buffer is not None and buffer.by_ids
+        return run.bodies.decode(params, self.threshold, is_whole, run.retains_turn, by_ids)
 
     def answered(self) -> None:
         """The engine has begun to answer, so it has the prompt's KV."""

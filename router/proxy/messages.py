@@ -178,6 +178,9 @@ class LegBodies:
     def prefill_with(self, fields: bytes, lengths: PrefillLengths) -> BodyHalves:
         """Return the body of a prefill leg of another KV protocol than the NixlConnector's, with
         its `fields`."""
+        if self.prompt_ids:
+            params = fields[:-1] + b"," if fields else b'"kv_transfer_params":{'
+            fields = b'%b"prompt_token_ids":%b}' % (params, self.prompt_ids)
         if lengths is not CLIENTS:
             own_fields = self._one_token(1 if lengths is ONE_AND_ON else 0)
             return self._with([*own_fields, fields] if fields else own_fields)
@@ -205,19 +208,21 @@ class LegBodies:
         threshold: float = 0.0,
         whole: bool = False,
         retains: bool = False,
+        returns_ids: bool = False,
     ) -> BodyHalves:
         """Return the body of a decode leg.
 
         `threshold` is the share of the prompt that the decode engine must have in its cache; with 0
         the engine must answer. With `whole` the answer is not streamed. With `retains` the engine
         retains the answer's KV for the next turn. Otherwise params say that it shall not, because
-        engine_ext retains the KV if the field is missing. Stock vLLM ignores the field.
+        engine_ext retains the KV if the field is missing. Stock vLLM ignores the field. With
+        `returns_ids` the engine reports token ids, even if `self.returns_ids` is False.
         """
         own = self._own
         if whole:
             own = {**own, "stream": False}
             own.pop("stream_options", None)
-        has_params = retains or params is not None
+        has_params = retains or params is not None or bool(self.prompt_ids)
         if has_params and KV_PARAMS in own:
             own = {name: own[name] for name in own if name != KV_PARAMS}
         fields = [encode_body(own)[1:-1]] if own else []
@@ -226,7 +231,7 @@ class LegBodies:
         else:  # an int stays an int if the client wrote one
             asked = self._threshold if self._threshold == threshold else threshold
             fields.append(b'"cache_hit_threshold":' + dumps(asked))
-        if self.returns_ids:
+        if returns_ids or self.returns_ids:
             fields.append(RETURN_IDS)
         if has_params:
             start = b"{" if params is None or params.raw == b"{}" else params.raw[:-1] + b","

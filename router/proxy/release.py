@@ -143,7 +143,8 @@ class KvReleaser:
         self, request: Request, group: str, answer: EngineAnswer, release: Body | None
     ) -> None:
         try:
-            raw = await self._read_late_answer(answer, 0.0 if release is None else UNABORTED_PREFILL_S)
+            patience = 0.0 if release is None else UNABORTED_PREFILL_S
+            raw = await self._read_late_answer(answer, patience)
             if answer.status != 200:
                 return
             params = PrefillAnswer(raw).params

@@ -27,11 +27,13 @@ from router.proxy.first_token import (
     renders_alike,
 )
 from router.proxy.gateway import Gateway
+from router.proxy.id_resume import IdBuffer, may_continue
 from router.proxy.kv_params import KvParams, with_field
 from router.proxy.messages import error_text
 from router.proxy.request import AS_SENT, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.retry import LegError
+from router.proxy.token_ids import RETURN_TOKEN_IDS
 
 
 class DecodeParams(NamedTuple):
@@ -63,6 +65,8 @@ class ResumeState(Struct, eq=False):
     buffer: ResumeBuffer | None = None
     preempted: list[Engine] = []
     is_used: bool = False
+    keeps_ids: bool = False
+    """The token ids in a stream are for the next turn, which takes them out."""
     _may_hand_over: bool = True
 
     @property
@@ -149,9 +153,13 @@ class ResumeState(Struct, eq=False):
                 and renders_alike(decoder, prefiller.capabilities.render_hashes)
             )
             params = params if is_meant else params.without_generated_tokens()
+        request, capabilities = self._request, decoder.capabilities
+        reports_begun = capabilities.supports_resume and capabilities.reports_token_ids
+        by_ids = capabilities.takes_token_ids and not reports_begun
+        if by_ids if continued is None else continued.by_ids:
+            return DecodeParams(params, self._id_buffer(decoder))
         if continued is not None:
             params = with_field(params, b'"begun":' + continued.begun())
-        request, capabilities = self._request, decoder.capabilities
         may_move = continued is not None or self._may_move(decoder)
         is_stream = request.body.get("stream") is True and not request.exact_stream
         buffer = continued
@@ -166,6 +174,24 @@ class ResumeState(Struct, eq=False):
         may_return = may_move and is_kept and self.returns_left > 0 and not is_hedged
         params = with_field(params, b'"hand_back":%s' % (b"true" if may_return else b"false"))
         return DecodeParams(params, buffer, may_return)
+
+    def _id_buffer(self, decoder: Engine) -> IdBuffer | None:
+        """Return the buffer for a stream of stock vLLM, None if no other engine could continue."""
+        request, gateway, buffer = self._request, self._gateway, self.continued
+        if isinstance(buffer, IdBuffer):
+            return buffer
+        body = request.body
+        if (
+            not gateway.limits.max_resumes
+            or request.decode_only_reason
+            or request.exact_stream
+            or body.get("stream") is not True
+            or not may_continue(body)
+        ):
+            return None
+        hides_ids = body.get(RETURN_TOKEN_IDS) is not True and not self.keeps_ids
+        memory, max_resumes = gateway.memory.resume_buffers, gateway.limits.max_resumes
+        return IdBuffer(memory, decoder, max_resumes, hides_ids)
 
     def take_buffer(self, buffer: ResumeBuffer | None) -> None:
         """Let the leg that begins fill this buffer."""
@@ -251,5 +277,7 @@ class ResumeState(Struct, eq=False):
 def can_continue(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool:
     """Return True if the engine can continue what another engine has generated."""
     capabilities = engine.capabilities
+    if isinstance(buffer, IdBuffer):
+        return buffer.is_continued_by(engine)
     reports_ids = role is PREFILL or capabilities.reports_token_ids
     return capabilities.supports_resume and reports_ids and renders_alike(engine, buffer.renders)

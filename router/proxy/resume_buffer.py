@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import ClassVar
 
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.engine_answer import AnswerTap
@@ -76,6 +77,8 @@ class ResumeBuffer:
                  "_output_ids", "_prompt_ids", "_renamings", "_unsent", "error", "first_byte",
                  "inner", "is_cut", "is_full", "is_preempted", "last", "num_resumes", "renders",
                  "resume_cause")  # fmt: skip
+    by_ids: ClassVar[bool] = False
+    """Another engine continues by a request of its own (`id_resume`), and not by `begun`."""
 
     def __init__(self, memory: MemoryBudget, renders: Mapping[str, str], max_resumes: int) -> None:
         self.renders = renders
@@ -99,7 +102,7 @@ class ResumeBuffer:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the client has."""
+        """How many tokens the client has."""
         return len(self._output_ids) // TOKEN_ID_CHARS
 
     @property
@@ -186,6 +189,10 @@ class ResumeBuffer:
                 block = events_without_fields(block)
         if self._is_renaming and block:
             block = self._renamed(block)
+        return self._handed_on(block, last)
+
+    def _handed_on(self, block: bytes, last: bool) -> bytes:
+        """Return what the client gets now. The end of the stream is left to its owner."""
         if self.inner is not None:
             return self.inner.passing(block, last and not self.is_cut)
         if self.is_cut:

@@ -165,6 +165,7 @@ class Run(Struct, eq=False):
         capabilities, resume = decoder.capabilities, self.resume
         if (
             capabilities.supports_resume
+            or capabilities.takes_token_ids
             or capabilities.returns_preempted
             or resume.is_used
             or resume.buffer is not None
@@ -309,6 +310,11 @@ def another_decoder(run: Run, prefiller: Engine | None) -> Engine | None:
     return _next_best(run, DECODE, prefiller)
 
 
+def usable_decoders(run: Run) -> list[Engine]:
+    """Return the group's decode engines that have not failed this request, best first."""
+    return _usable(run, DECODE)
+
+
 def change_group(run: Run) -> bool:
     """Move the request to another group. Return False if no other group has usable engines.
 
@@ -323,7 +329,8 @@ def change_group(run: Run) -> bool:
         return False
     run.route.end_feedback()
     run.route = found
-    run.take_prompt_ids(None)  # another group may have another tokenizer
+    if run.resume.continued is None or not run.resume.continued.by_ids:
+        run.take_prompt_ids(None)  # another group may have another tokenizer
     run.request.record.group = found.group
     return True
 

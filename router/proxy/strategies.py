@@ -32,6 +32,7 @@ from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import PreemptedError
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
+from router.proxy.id_resume import IdBuffer, continuing_body, find_cut
 from router.proxy.kv_params import KvParams
 from router.proxy.kv_protocols import protocol_of
 from router.proxy.kv_protocols.nixl_push import PUSHES, make_push
@@ -62,7 +63,7 @@ from router.proxy.recovery import (
 from router.proxy.relay import deliver_prefilled
 from router.proxy.request import PASSED
 from router.proxy.resume import DecodeParams
-from router.proxy.retry import Next
+from router.proxy.retry import LegError, Next
 from router.proxy.run import (
     Run,
     another_decoder,
@@ -73,6 +74,7 @@ from router.proxy.run import (
     require_short_prompt,
     select_decoder,
     select_prefiller,
+    usable_decoders,
 )
 from router.proxy.side_requests import abort_leg
 from router.proxy.turn_tokens import check_prompt_ids, find_prompt_ids
@@ -245,7 +247,7 @@ async def decode_first(run: Run) -> bool:
         for failed in hedged.others:
             record_hedged_failure(run, failed)
         if hedged.failure is not None:
-            what = recover(run, hedged.failure)
+            what = await _recover(run, hedged.failure)
             decoded = DecodePhase.RESUME if what is Next.RESUME else DecodePhase.AFRESH
         else:
             decoded = DecodePhase.REJECTED if hedged.is_rejected else DecodePhase.ANSWERED
@@ -283,7 +285,7 @@ async def push(run: Run) -> None:
             return None
         if not isinstance(failed.error, PreemptedError):
             prefiller.capabilities.note_transfer_failed()
-        recover(run, failed)
+        await _recover(run, failed)
         if lacks_pair(run):
             return await decode_only(run, "no_pair")
 
@@ -317,7 +319,7 @@ async def transfer(run: Run) -> None:
         if failed is None:
             return None
         prefiller.capabilities.note_transfer_failed()
-        recover(run, failed)
+        await _recover(run, failed)
 
 
 async def send_pair(
@@ -450,12 +452,29 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
             if not continues_tokens or not resume.stop_handing_over(decoder, outcome.error):
                 raise outcome.error
             return DecodePhase.AFRESH
-        what = recover(run, outcome)
+        what = await _recover(run, outcome)
         if what is Next.RESUME or isinstance(outcome.error, PreemptedError):
             return DecodePhase.RESUME
         is_afresh = prefiller is not None and (what is Next.AFRESH or not _is_leased(run))
         if is_afresh and another_decoder(run, prefiller) not in (None, prefiller):
             return DecodePhase.AFRESH
+
+
+async def _recover(run: Run, failed: LegFailure) -> Next:
+    """Do as `recover`. Where another engine continues the answer by ids, make its request."""
+    what, buffer = recover(run, failed), run.resume.continued
+    if what is Next.RESUME and isinstance(buffer, IdBuffer):
+        body, engines = None, usable_decoders(run)
+        while not engines and change_group(run):
+            engines = usable_decoders(run)
+        if await find_cut(run.request, engines, buffer):
+            body = continuing_body(run.request.body, buffer)
+        if body is None:
+            raise _resume_given_up(run, failed.error)
+        run.bodies = run.bodies.of(body)
+        if "messages" in body:
+            run.bodies.prompt_ids = buffer.continuing_ids()
+    return what
 
 
 def _is_leased(run: Run) -> bool:
@@ -467,9 +486,13 @@ def _is_leased(run: Run) -> bool:
 def _no_decoder_left(run: Run) -> Exception:
     if run.failure is None:
         return run.gateway.routes.lack_of(DECODE, run.request.model)
+    return _resume_given_up(run, run.failure)
+
+
+def _resume_given_up(run: Run, failure: LegError) -> LegError:
     if run.request.exchange.started:
-        run.gateway.metrics.resumes.add((run.failure.kind, "given_up"))
-    return run.failure
+        run.gateway.metrics.resumes.add((failure.kind, "given_up"))
+    return failure
 
 
 def _has_failed(leg: asyncio.Task[Any]) -> bool:

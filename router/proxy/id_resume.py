@@ -1,0 +1,358 @@
+"""How a stream of stock vLLM continues on another engine: by its token ids.
+
+Engines with our extension report the ids of their tokens in comments and continue from them
+(`resume_buffer`). Stock vLLM reports them too, if it is asked to (`return_token_ids`), and takes
+ids for a prompt: `prompt` of a completion, `kv_transfer_params.prompt_token_ids` of a chat (vLLM
+0.31 and newer; read and run in 0.32 and 0.33). So another engine continues by a request like the
+client's own, with three differences: the prompt is followed by the tokens that the client has, and
+max_tokens and min_tokens are smaller by their number. A chat keeps the parsers of its engine.
+
+What such an engine cannot know:
+
+* Text that no client has. The detokenizer holds a part of a character back, and a tool parser what
+  may begin a call. So the answer is cut behind tokens whose text was sent as a whole: /detokenize
+  shows it for the last ones (`_sent_ids`). What follows is computed again.
+* Penalties and stop strings, which look at generated tokens only; a grammar, or a call of a tool,
+  that has begun. Such answers are not continued (`may_continue`), and end with an error.
+* The state of a reasoning parser. It follows from the prompt's ids in most parsers. A stream that
+  goes on in another field than it broke off (content, reasoning) ends with an error.
+
+A sampled answer continues from another random state than the engine's that is lost.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import orjson
+
+from router.common.exact_json import dumps
+from router.fleet.engine import Engine
+from router.http_client.answer_limits import MemoryBudget
+from router.http_client.errors import UpstreamError
+from router.http_client.sse import events_in, with_data
+from router.openai.answers import ERROR_KEY, FINISH_REASON, Json, choices_of, ids_in, parse_object
+from router.openai.errors import EngineError, event_of
+from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_TOKENS
+from router.proxy.first_token import can_hand_over
+from router.proxy.internal_fields import events_without_fields
+from router.proxy.request import Body, Request
+from router.proxy.resume_buffer import ResumeBuffer
+from router.proxy.side_requests import send_side_request
+from router.proxy.token_ids import FIELDS, RETURN_TOKEN_IDS
+
+DETOKENIZE = "/detokenize"
+# The hash of a tokenizer on our identity page.
+TOKENIZER = "tokenizer"
+# Fields that make an engine look at the tokens that it has generated itself, or follow a grammar.
+NOT_CONTINUED = (
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "bad_words",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "functions",
+)
+# Where the text of a chunk is.
+TEXT_FIELDS = ("content", "reasoning", "reasoning_content")
+# The last blocks of a stream, in which the end of its text is looked for.
+TAIL_BLOCKS = 8
+# Tokens whose text may not have been sent: a character has four bytes, and a tool parser waits for
+# a few more.
+MAX_UNSENT_TOKENS = 8
+# Engines that are asked for a text, one after another, until one answers.
+MAX_ASKED = 3
+# The text of bytes that are no character. An engine that continues behind them writes the text of
+# the whole prompt with the first character that is one (tokenizers 0.23).
+PART_OF_CHARACTER = "\ufffd"
+# How most blocks end: with the ids of the only choice of one chunk.
+IDS_BEFORE_END = b',"token_ids":['
+USUAL_END = b"]}]}\n\n"
+PROMPT_IDS = b'"prompt_token_ids":['
+CALL_KEYS = (b'"tool_calls"', b'"function_call"')
+
+
+def may_continue(body: Body) -> bool:
+    """Return True if token ids are all that another engine needs to continue this request."""
+    if not can_hand_over(body) or any(body.get(name) for name in NOT_CONTINUED):
+        return False
+    if body.get("include_reasoning") is False:  # then chunks have no ids
+        return False
+    if body.get("tool_choice") not in (None, "none", "auto"):
+        return False
+    given = body.get("response_format")
+    return given is None or (isinstance(given, Mapping) and given.get("type") == "text")
+
+
+class Chunk(NamedTuple):
+    """The ids of a chunk, the name of the field with its text, and the text."""
+
+    ids: list[int]
+    field: str
+    text: str
+
+
+class IdBuffer(ResumeBuffer):
+    """The resume buffer of a stream of stock vLLM, whose chunks have `token_ids`.
+
+    `hides_ids`: the ids are taken out, because neither the client nor a turn wants them.
+    """
+
+    __slots__ = (
+        "_group", "_has_begun", "_hides_ids", "_num", "_num_before", "_shift", "_tail",
+        "_tail_field",
+    )  # fmt: skip
+    by_ids = True
+
+    def __init__(
+        self, memory: MemoryBudget, engine: Engine, max_resumes: int, hides_ids: bool
+    ) -> None:
+        super().__init__(memory, engine.capabilities.render_hashes, max_resumes)
+        self._hides_ids, self._group = hides_ids, engine.spec.group
+        self._num = self._num_before = 0
+        self._tail: deque[bytes] = deque(maxlen=TAIL_BLOCKS)
+        self._tail_field = ""
+        # What is added to the offsets in the text of log-probabilities.
+        self._shift = 0
+        # The engine that continues has sent text.
+        self._has_begun = True
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num
+
+    def is_continued_by(self, engine: Engine) -> bool:
+        """Return True if the engine takes ids, and they mean the same to it: the operator has put
+        it into the same group, and its tokenizer is not known to be another one."""
+        theirs = engine.capabilities.render_hashes
+        differs = TOKENIZER in theirs and theirs[TOKENIZER] != self.renders.get(TOKENIZER)
+        is_alike = engine.spec.group == self._group and not (differs and self.renders)
+        return engine.capabilities.takes_token_ids and is_alike
+
+    def continuing_ids(self) -> bytes:
+        """Return the prompt's ids and those of the answer as a JSON array."""
+        return b"[%b,%b]" % (self._prompt_ids, bytes(self._output_ids))
+
+    def chunks(self) -> list[Chunk]:
+        """Return the last chunks of the stream."""
+        return [*_chunks_in(b"".join(self._tail))]
+
+    def cut(self, num_unsent: int, chunks: Iterable[Chunk]) -> None:
+        """Forget the last tokens, of which the client has no text. `chunks`: those that are left in
+        the tail."""
+        if num_unsent:
+            kept = self._output_ids.rsplit(b",", num_unsent)[0]
+            self._memory.size -= len(self._output_ids) - len(kept)
+            self._output_ids = bytearray(kept)
+            self._num -= num_unsent
+        self._num_before, self._has_begun = self._num, False
+        last = [chunk for chunk in chunks if chunk.text]
+        self._tail_field = last[-1].field if last else ""
+        self._shift = _end_of_text(b"".join(self._tail))
+        self._tail.clear()
+
+    def passing(self, block: bytes, last: bool) -> bytes:
+        if self.is_cut:
+            return b""
+        usual = -1 if last or self._ending is not None else self._usual_ids(block)
+        if usual >= 0:
+            self._tail.append(block)
+            self._keep_ids(block[usual + len(IDS_BEFORE_END) : -len(USUAL_END)])
+            if self._hides_ids:
+                block = block[:usual] + b"}]}\n\n"
+        else:
+            block, self.is_cut = self._before_ending(block, last)
+            block = self._without_ids(block)
+        if self._num_before and block:
+            block = self._joined(block)
+        if self._is_renaming and block:
+            block = self._renamed(block)
+        return self._handed_on(block, last)
+
+    def _usual_ids(self, block: bytes) -> int:
+        """Return where the ids begin in a block that is one chunk with ids, and neither an error,
+        an end nor a call of a tool; -1 for another block. Most blocks are one."""
+        if not block.endswith(USUAL_END) or block.find(b"\n") != len(block) - 2:
+            return -1
+        at = block.rfind(IDS_BEFORE_END)
+        if at < 0 or block.find(PROMPT_IDS, 0, at) >= 0 or self._is_special(block):
+            return -1
+        return at
+
+    def _is_special(self, block: bytes) -> bool:
+        return (
+            block.find(ERROR_KEY) >= 0
+            or block.find(CALL_KEYS[0]) >= 0
+            or FINISH_REASON.search(block) is not None
+        )
+
+    def _without_ids(self, block: bytes) -> bytes:
+        """Record the ids in any events, and take them out."""
+        if not block:
+            return block
+        if any(block.find(key) >= 0 for key in CALL_KEYS) or _has_text_without_ids(block):
+            self.is_full = True
+        self._tail.append(block)
+        passes, at = b"", 0
+        for field in FIELDS.finditer(block):
+            written = field[2] or field[4]
+            if written != b"null":
+                if field[1] or field[3]:
+                    self._keep_prompt_ids(written[1:-1])
+                else:
+                    self._keep_ids(written[1:-1])
+            passes += block[at : field.start()]
+            at = field.end()
+        if self._hides_ids and at:
+            block = passes + block[at:]
+        return block if self.inner is not None else events_without_fields(block)
+
+    def _keep_ids(self, written: bytes) -> None:
+        added = b",%b" % written if self._output_ids else written
+        if written and self._reserve(added):
+            self._output_ids += added
+            self._num += written.count(b",") + 1
+
+    def _joined(self, block: bytes) -> bytes:
+        """Return events of an engine that continues as those of one stream: without a second role
+        and a second prompt, and with numbers of the whole answer."""
+        passes = b""
+        for event in events_in(block, at_end=True):
+            content = None if event.data is None else parse_object(event.data)
+            if content is None:
+                passes += block[event.start : event.end]
+                continue
+            if not self._has_begun and not self._begins_alike(content):
+                self.error = event_of(EngineError("an engine did not continue this answer"))
+                self.is_cut = self.is_full = True
+                return passes
+            if self._join(content):
+                passes += with_data(block[event.start : event.end], dumps(content))
+        return passes
+
+    def _begins_alike(self, content: Json) -> bool:
+        """Return False if the text goes on in another field than it broke off."""
+        for choice in choices_of(content):
+            field, text = _text_of(choice)
+            if text:
+                self._has_begun = True
+                return self._tail_field in ("", field)
+        return True
+
+    def _join(self, content: Json) -> bool:
+        """Make a chunk one of the whole answer. Return False for one that has nothing."""
+        content.pop("prompt_token_ids", None)
+        usage = content.get("usage")
+        if isinstance(usage, dict):
+            for name, sign in (("prompt_tokens", -1), ("completion_tokens", 1)):
+                if type(usage.get(name)) is int:
+                    usage[name] += sign * self._num_before
+        is_role = False
+        for choice in choices_of(content):
+            choice.pop("prompt_token_ids", None)
+            delta, logprobs = choice.get("delta"), choice.get("logprobs")
+            if isinstance(delta, dict) and delta.pop("role", None) is not None:
+                is_role = not any(delta.values()) and not choice.get("finish_reason")
+            if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
+                logprobs["text_offset"] = [one + self._shift for one in logprobs["text_offset"]]
+        return not is_role
+
+
+def _has_text_without_ids(block: bytes) -> bool:
+    """Return True if a chunk has text and no ids, so that ids would be missing."""
+    return any(chunk.text and not chunk.ids for chunk in _chunks_in(block))
+
+
+def _chunks_in(block: bytes) -> Iterator[Chunk]:
+    for event in events_in(block, at_end=True):
+        content = None if event.data is None else parse_object(event.data)
+        for choice in choices_of(content or {}):
+            yield Chunk(ids_in(choice.get("token_ids")) or [], *_text_of(choice))
+
+
+def _text_of(choice: Json) -> tuple[str, str]:
+    """Return the name of the field with a chunk's text, and the text."""
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        text = choice.get("text")
+        return "text", text if isinstance(text, str) else ""
+    for name in TEXT_FIELDS:
+        if isinstance(text := delta.get(name), str) and text:
+            return name, text
+    return "content", ""
+
+
+def _end_of_text(block: bytes) -> int:
+    """Return where the text ends by the log-probabilities of a completion; 0 if it has none."""
+    end = 0
+    for event in events_in(block, at_end=True):
+        content = None if event.data is None else parse_object(event.data)
+        for choice in choices_of(content or {}):
+            found = choice.get("logprobs")
+            if isinstance(found, dict) and found.get("text_offset") and found.get("tokens"):
+                end = found["text_offset"][-1] + len(found["tokens"][-1])
+    return end
+
+
+async def find_cut(request: Request, engines: Sequence[Engine], buffer: IdBuffer) -> bool:
+    """Cut the answer behind tokens whose whole text the client has. Return False if no such place
+    is found. The first of the `engines` that answers tells the texts of ids."""
+    chunks = buffer.chunks()
+    with_text = [number for number, chunk in enumerate(chunks) if chunk.text]
+    if not with_text:
+        return False
+    # The last text, and the ids that came with it and since: a character may be in several chunks.
+    text = chunks[with_text[-1]].text
+    begin = with_text[-2] + 1 if len(with_text) > 1 else 0
+    ids = [one for chunk in chunks[begin:] for one in chunk.ids]
+    body = request.body
+    is_told = body.get(RETURN_TOKEN_IDS) is True or body.get("logprobs") not in (None, False)
+    for num in range(len(ids), max(0, len(ids) - MAX_UNSENT_TOKENS - 1), -1):
+        unsent = len(ids) - num
+        if unsent and is_told:  # what the client has of these tokens would come again
+            return False
+        if await _is_text_of(request, engines, ids[:num], text):
+            buffer.cut(unsent, chunks)
+            return True
+    return False
+
+
+async def _is_text_of(
+    request: Request, engines: Sequence[Engine], ids: list[int], text: str
+) -> bool:
+    """Return True if an engine writes just this text for the ids."""
+    asked: Body = {"tokens": ids}
+    if request.body.get("model") is not None:
+        asked["model"] = request.body["model"]
+    for engine in engines[:MAX_ASKED]:
+        try:
+            answer = await send_side_request(request, engine, DETOKENIZE, asked, "detokenize")
+        except UpstreamError:
+            continue
+        told = (parse_object(answer.body) or {}).get("prompt") if answer.status == 200 else None
+        # Some tokenizers drop a space at the start of a text.
+        is_text = told == text or (text[:1] == " " and told == text[1:])
+        return is_text and not text.endswith(PART_OF_CHARACTER)
+    return False
+
+
+def continuing_body(body: Body, buffer: IdBuffer) -> Body | None:
+    """Return the client's body for the rest of its answer; None if nothing may follow. A chat's ids
+    are not in it."""
+    changed: Body = {}
+    for name in (MAX_TOKENS, MAX_COMPLETION_TOKENS):
+        if type(body.get(name)) is int:
+            changed[name] = body[name] - buffer.num_tokens
+            if changed[name] < 1:
+                return None
+    if type(body.get(MIN_TOKENS)) is int:
+        changed[MIN_TOKENS] = max(0, body[MIN_TOKENS] - buffer.num_tokens)
+    if "messages" not in body:
+        changed["prompt"] = orjson.Fragment(buffer.continuing_ids())
+    return {**body, **changed}

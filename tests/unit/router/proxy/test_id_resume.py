@@ -1,0 +1,309 @@
+"""A stream of stock vLLM goes on at another engine: by the ids of its tokens."""
+
+import functools
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from router.proxy.id_resume import may_continue
+from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router
+from tests.unit.router.mock_engine import PARAMS, running_engine
+
+PROMPT = [1, 2, 70_000]
+# The text of each token as it is sent: two tokens are one letter, and one has no text.
+TEXTS = {100: "one ", 101: "two ", 102: "", 103: "é", 104: "four ", 105: "", 106: "six"}
+ANSWER = [*TEXTS]
+TEXT = "".join(TEXTS.values())
+MESSAGES = [{"role": "user", "content": "a"}]
+VERSION = b'{"version":"0.33.0+cpu"}'
+
+
+def decoded(ids: Sequence[int]) -> str:
+    text = "".join({**TEXTS, 102: "\ufffd", 105: "<call>"}[one] for one in ids)
+    return text.replace("\ufffdé", "é")
+
+
+@dataclass
+class Faults:
+    """Of all decode engines: the next streams end behind so many tokens."""
+
+    ends: list[int] = field(default_factory=list)
+    together: int = 1
+    """Tokens in a chunk."""
+    deltas: list[str] = field(default_factory=list)
+    """The field of the text in the next chats."""
+    streams: list[dict[str, Any]] = field(default_factory=list)
+    """The bodies of all streams."""
+    asked: list[list[int]] = field(default_factory=list)
+    """The ids whose text the router has asked for."""
+
+
+@dataclass
+class Stock:
+    name: str
+    faults: Faults
+
+    async def script(self, request: Received, peer: Peer) -> None:
+        body = request.json
+        if request.path == "/detokenize":
+            self.faults.asked.append(body["tokens"])
+            return await peer.answer({"prompt": decoded(body["tokens"])})
+        is_chat, params = "messages" in body, body.get("kv_transfer_params") or {}
+        given = params.get("prompt_token_ids") if is_chat else body["prompt"]
+        prompt = given if isinstance(given, list) else PROMPT
+        begun = prompt[len(PROMPT) :]
+        assert [*prompt[: len(PROMPT)], *begun] == PROMPT + ANSWER[: len(begun)]
+        if not body.get("stream"):
+            first = {"text": "x", "message": {"content": "x"}, "finish_reason": "length"}
+            return await peer.answer({"choices": [first], "kv_transfer_params": PARAMS})
+        self.faults.streams.append(body)
+        ends = self.faults.ends.pop(0) if self.faults.ends else len(ANSWER)
+        delta = self.faults.deltas.pop(0) if self.faults.deltas else "content"
+        shown = body.get("return_token_ids") is True
+        rest = ANSWER[len(begun) :]
+        await peer.send(STREAM_HEAD)
+        if is_chat:
+            role = {"delta": {"role": "assistant", "content": ""}}
+            await self._send(peer, [role], **({"prompt_token_ids": prompt} if shown else {}))
+        for at in range(0, len(rest), self.faults.together):
+            ids = rest[at : at + self.faults.together]
+            if at + len(ids) > ends:
+                return peer.reset()
+            text = "".join(TEXTS[one] for one in ids)
+            choice: dict[str, Any] = {"delta": {delta: text}} if is_chat else {"text": text}
+            if delta == "tool_calls":
+                choice = {"delta": {"tool_calls": [{"index": 0}]}}
+            if not is_chat and body.get("logprobs") is not None:
+                offset = sum(len(TEXTS[one]) for one in rest[:at])
+                choice["logprobs"] = {"tokens": [text], "text_offset": [offset]}
+            if at + len(ids) == len(rest):
+                choice["finish_reason"] = "length"
+            if shown and not is_chat:
+                choice["prompt_token_ids"] = None if at else prompt
+            await self._send(peer, [choice | ({"token_ids": ids} if shown else {})])
+        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(rest)}
+        await self._send(peer, [], usage=usage)
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    async def _send(self, peer: Peer, given: list[dict[str, Any]], **fields: Any) -> None:
+        listed = [{"index": 0, "finish_reason": None, **choice} for choice in given]
+        content = {"id": f"id-{self.name}", "created": ord(self.name), "choices": listed, **fields}
+        written = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+        await peer.send(chunk(f"data: {written}\n\n".encode()))
+
+
+@pytest.fixture
+async def d2() -> AsyncIterator[MockEngine]:
+    async with running_engine(Stock("D", Faults()).script) as engine:
+        yield engine
+
+
+@pytest.fixture
+def faults(p: MockEngine, d: MockEngine, d2: MockEngine) -> Faults:
+    made = Faults()
+    for name, engine in zip("pdD", (p, d, d2), strict=True):
+        engine.usual, engine.pages["/version"] = Stock(name, made).script, VERSION
+    return made
+
+
+@pytest.fixture
+def start_router(
+    start_router: StartRouter, faults: Faults, d: MockEngine, d2: MockEngine
+) -> StartRouter:
+    return functools.partial(start_router, ds=[d, d2], identified=True)
+
+
+async def chat(router: Router, **fields: Any) -> httpx.Response:
+    body = {"model": "m", "messages": MESSAGES, "stream": True, "max_tokens": 7, **fields}
+    return await router.client.post("/v1/chat/completions", json=body)
+
+
+def events(answer: httpx.Response) -> list[dict[str, Any]]:
+    *given, end, rest = answer.text.split("\n\n")
+    assert (end, rest) == ("data: [DONE]", ""), answer.text
+    found = [json.loads(one.removeprefix("data: ")) for one in given]
+    assert len({(one["id"], one["created"]) for one in found}) == 1
+    return found
+
+
+def choices(answer: httpx.Response) -> list[dict[str, Any]]:
+    return [choice for event in events(answer) for choice in event["choices"]]
+
+
+def text_in(answer: httpx.Response) -> str:
+    deltas = [one.get("delta", one) for one in choices(answer)]
+    return "".join(one.get("content") or one.get("text") or "" for one in deltas)
+
+
+def is_broken(answer: httpx.Response) -> bool:
+    last = answer.text.strip().split("\n\n")[-1]
+    return answer.status_code == 200 and "error" in json.loads(last.removeprefix("data: "))
+
+
+def resumed(router: Router) -> float:
+    return router.metric("resumes_total", kind="broken_answer", outcome="resumed")
+
+
+@pytest.mark.parametrize("shows", [False, True])
+@pytest.mark.parametrize("ends", [1, 2, 4, 5])
+async def test_another_engine_continues_a_chat(
+    start_router: StartRouter, p: MockEngine, faults: Faults, ends: int, shows: bool
+) -> None:
+    router = await start_router()
+    faults.ends = [ends]
+    answer = await chat(router, min_tokens=6, **({"return_token_ids": True} if shows else {}))
+    assert text_in(answer) == TEXT
+    assert sum("role" in one["delta"] for one in choices(answer)) == 1
+    assert [one["finish_reason"] for one in choices(answer)][-1] == "length"
+    assert events(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
+    ids = [token for one in choices(answer) for token in one.get("token_ids") or ()]
+    prompts = [one["prompt_token_ids"] for one in events(answer) if "prompt_token_ids" in one]
+    assert (ids, prompts) == ((ANSWER, [PROMPT]) if shows else ([], []))
+    assert resumed(router) == 1
+    _, second = faults.streams
+    assert (second["max_tokens"], second["min_tokens"]) == (7 - ends, 6 - ends)
+    params = second["kv_transfer_params"]
+    assert params["prompt_token_ids"] == PROMPT + ANSWER[:ends]
+    assert params["remote_host"] == PARAMS["remote_host"]
+    assert p.last.json["kv_transfer_params"]["prompt_token_ids"] == PROMPT + ANSWER[:ends]
+    assert p.last.json["max_tokens"] == 1
+    assert router.gateway.memory.resume_buffers.size == 0
+
+
+async def test_another_engine_continues_a_completion(
+    start_router: StartRouter, p: MockEngine, faults: Faults
+) -> None:
+    router = await start_router()
+    faults.ends = [2]
+    answer = await router.stream(logprobs=1)
+    assert text_in(answer) == TEXT
+    offsets = [one["logprobs"]["text_offset"][0] for one in choices(answer)]
+    assert offsets == [sum(len(TEXTS[one]) for one in ANSWER[:at]) for at in range(7)]
+    assert [body["prompt"] for body in faults.streams] == ["hello", PROMPT + ANSWER[:2]]
+    assert p.last.json["prompt"] == PROMPT + ANSWER[:2]
+
+
+# Within a letter, and behind a token without a text.
+@pytest.mark.parametrize(("ends", "kept"), [(3, 2), (6, 5)])
+async def test_tokens_without_a_text_are_computed_again(
+    start_router: StartRouter, faults: Faults, ends: int, kept: int
+) -> None:
+    router = await start_router()
+    faults.ends = [ends]
+    answer = await chat(router)
+    assert text_in(answer) == TEXT
+    assert events(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
+    assert faults.streams[1]["kv_transfer_params"]["prompt_token_ids"] == PROMPT + ANSWER[:kept]
+    assert resumed(router) == 1
+
+
+@pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"logprobs": True}])
+async def test_client_does_not_get_a_token_twice(
+    start_router: StartRouter, faults: Faults, fields: dict[str, Any]
+) -> None:
+    router = await start_router()
+    faults.ends = [3]
+    assert is_broken(await chat(router, **fields))
+    assert len(faults.streams) == 1
+
+
+async def test_several_tokens_in_a_chunk(start_router: StartRouter, faults: Faults) -> None:
+    router = await start_router()
+    faults.ends, faults.together = [4], 3
+    assert text_in(await chat(router)) == TEXT
+    prompt = faults.streams[1]["kv_transfer_params"]["prompt_token_ids"]
+    assert prompt == PROMPT + ANSWER[:2]  # the first three have the text of two
+
+
+@pytest.mark.parametrize(
+    ("deltas", "streams"),
+    [(["tool_calls"], 1), (["reasoning", "content"], 2), (["content", "reasoning"], 2)],
+)
+async def test_parser_whose_state_is_unknown_ends_the_stream(
+    start_router: StartRouter, faults: Faults, deltas: list[str], streams: int
+) -> None:
+    router = await start_router(max_resumes=1)
+    faults.ends, faults.deltas = [2], deltas
+    assert is_broken(await chat(router))
+    assert len(faults.streams) == streams
+
+
+async def test_reasoning_goes_on(start_router: StartRouter, faults: Faults) -> None:
+    router = await start_router()
+    faults.ends, faults.deltas = [2], ["reasoning", "reasoning"]
+    answer = await chat(router)
+    assert "".join(one["delta"].get("reasoning", "") for one in choices(answer)) == TEXT
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["x"]},
+        {"presence_penalty": 0.5},
+        {"frequency_penalty": -1},
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "a"}},
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        {"n": 2},
+        {"include_reasoning": False},
+        {"echo": True},
+        {"bad_words": ["x"]},
+    ],
+)
+def test_requests_that_no_other_engine_could_continue(fields: dict[str, Any]) -> None:
+    assert not may_continue({"messages": MESSAGES, **fields})
+    plain = {"stop": [], "presence_penalty": 0, "tool_choice": "auto", "tools": [{}], "n": 1}
+    assert may_continue({"messages": MESSAGES, **plain, "response_format": {"type": "text"}})
+
+
+@pytest.mark.parametrize(
+    "page", [b'{"version":"0.30.2"}', b'{"version":"0.33.0","x":1}', b"[]", b'{"version":7}', b""]
+)
+async def test_engines_that_take_no_ids_are_not_asked_for_them(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, faults: Faults, page: bytes
+) -> None:
+    d.pages["/version"] = d2.pages["/version"] = page
+    router = await start_router()
+    faults.ends = [2]
+    assert is_broken(await chat(router))
+    assert [one.get("return_token_ids") for one in faults.streams] == [None]
+
+
+async def test_engine_with_another_tokenizer_does_not_continue(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, faults: Faults
+) -> None:
+    versions = {"versions": {"vllm": "0.33.0"}, "capabilities": []}
+    d.identity = versions | {"renders": {"tokenizer": "1"}}
+    d2.identity = versions | {"renders": {"tokenizer": "2"}}
+    router = await start_router()
+    faults.ends = [2]
+    assert is_broken(await chat(router))
+    assert len(faults.streams) == 1
+
+
+@pytest.mark.parametrize("cause", ["gone", "other text", "no page"])
+async def test_text_that_is_not_proven_is_not_continued(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, faults: Faults, cause: str
+) -> None:
+    async def script(stock: Stock, request: Received, peer: Peer) -> None:
+        if request.path != "/detokenize":
+            await stock.script(request, peer)
+        elif cause == "gone":
+            peer.reset()
+        else:
+            page = {"prompt": "other "} if cause == "other text" else {"detail": "Not Found"}
+            await peer.answer(page, 200 if cause == "other text" else 404)
+
+    router = await start_router()
+    for name, engine in zip("dD", (d, d2), strict=True):
+        engine.usual = functools.partial(script, Stock(name, faults))
+    faults.ends = [2]
+    assert is_broken(await chat(router))
+    assert router.metric("resumes_total", kind="broken_answer", outcome="given_up") == 1
