@@ -191,6 +191,7 @@ class RouterStatus:
     sources: tuple[SourceState, ...]
     avoided_pairs: tuple[AvoidedPair, ...]
     requests: Mapping[str, int]
+    canary: Mapping[str, int]
     refusals: Mapping[str, int]
     turns: Mapping[str, int]
     loans: Mapping[str, int]
@@ -226,6 +227,7 @@ def parse_metrics(text: str) -> RouterStatus:
             if value
         ),
         requests=found.counts("requests_total", "outcome"),
+        canary=found.counts("kv_canary_total", "outcome"),
         refusals=found.counts("refusals_total", "reason"),
         turns=found.counts("conversation_turns_total", "outcome"),
         loans=found.counts("prefix_loans_total", "outcome"),
@@ -348,7 +350,8 @@ def lines(
             needs = (f"{role} {_need(group.needed[role])}" for role in sorted(group.needed)[::-1])
             yield f"group {group.name}: engines needed: {', '.join(needs)}"
     for pair in status.avoided_pairs:
-        text = f"pair {pair.prefiller} -> {pair.decoder}: no KV exchanged, avoided for a while"
+        text = f"pair {pair.prefiller} -> {pair.decoder}: no KV exchanged, or wrong KV; avoided "
+        text += "for a while"
         yield painted(text, YELLOW)
     for source in status.sources:
         if source.trouble:
@@ -359,6 +362,10 @@ def lines(
     yield f"requests       {_counts(status.requests)}"
     if status.turns:
         yield f"conversations  {_counts(status.turns)}{_hits(status.turns)}"
+    if any(status.canary.values()):
+        color = YELLOW if status.canary.get("disagreed") else ""
+        text = f"KV canary      {_counts(status.canary)}"
+        yield painted(text, color) if color else text
     if status.loans:
         yield f"prefix loans   {_counts(status.loans)} ({status.borrowed_tokens:,} tokens borrowed)"
     if any(status.refusals.values()):

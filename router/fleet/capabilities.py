@@ -104,6 +104,9 @@ class EngineCapabilities:
     """Its streams carry the ids of their tokens."""
     returns_preempted: bool = False
     """It returns an answer that it would have to preempt, for another engine to continue."""
+    lacks_canary: bool = False
+    """Its first tokens cannot be compared with those of decode engines: it refuses to report
+    log-probabilities, or computes others than a decode engine does alone."""
     shares_kv_loads: bool = False
     """It loads remote KV once for several answers to one prompt."""
     reports_load_failures: bool = False

@@ -290,6 +290,13 @@ class LoadFailedError(EngineError):
         self.is_of_pair = is_of_pair
 
 
+class KvDiffersError(LoadFailedError):
+    """The decode engine has loaded KV that the prompt does not have."""
+
+    kind = "kv_differs"
+    phrase = "loaded wrong KV"
+
+
 class PreemptedError(EngineError):
     """`begun` holds the tokens that the engine has generated, if the client has none of them."""
 

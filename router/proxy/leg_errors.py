@@ -43,15 +43,19 @@ NOT_FOUND = ("not found", "not found: post ", "post : not found")
 def note_load_failure(run: Run, decoder: Engine, failure: LoadFailure) -> None:
     gateway, prefiller = run.gateway, run.loads_from
     run.load_failure = failure
-    gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
+    if not failure.is_silent:
+        gateway.metrics.load_failures.add(("pair" if failure.is_of_pair else "request",))
     if not failure.is_of_pair or not prefiller:
         return
-    pause = gateway.fleet.unreachable_pairs.record_failure(prefiller, decoder.name, now())
+    pause = gateway.fleet.unreachable_pairs.record_failure(
+        prefiller, decoder.name, now(), failure.is_silent
+    )
     if pause is not None:
         logger.warning(
-            "decode engine %s cannot load KV from prefill engine %s (%s), and is paired with "
-            "others for %.0f s: %s",
+            "decode engine %s %s from prefill engine %s (%s), and is paired with others for %.0f "
+            "s: %s",
             decoder.name,
+            "loaded wrong KV" if failure.is_silent else "cannot load KV",
             prefiller,
             failure.remote,
             pause,

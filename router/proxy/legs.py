@@ -124,6 +124,9 @@ async def prefill_leg(
             continued = None if run.resume.buffer is None else run.resume.continued
             begun = None if continued is None or continued.by_ids else continued
             body = run.bodies.prefill(last_turn, transfer_id, hands_over, begun, loan_field)
+        if run.canary is not None:
+            is_usable = not hands_over and run.resume.continued is None
+            body = run.canary.prefill_body(engine, body, is_usable)
         answer = await leg.send(
             "" if pair is None else pair.leg_id,
             body,
@@ -140,6 +143,8 @@ async def prefill_leg(
             _require_answer(run, engine, content)
         if prefilled.params is None and (pair is None or pair.prefill_fields is None):
             _note_no_params(run, engine, prefilled, is_push=pair is not None)
+        if run.canary is not None:
+            run.canary.note_prefilled(prefilled)
         leg.answered(prefilled)
     return leg.outcome
 
@@ -160,9 +165,11 @@ async def decode_leg(
     """
     reuse, limits, capabilities = run.plan.reuse, run.gateway.limits, engine.capabilities
     with DecodeAccount(run, engine, params, threshold, pair, accept) as leg:
+        body = leg.body() if leg.canary is None else leg.canary.decode_body(leg.body())
         answer = await leg.send(
-            pair.leg_id if pair is not None else "", leg.body(), limits.decode_first_byte_timeout
+            pair.leg_id if pair is not None else "", body, limits.decode_first_byte_timeout
         )
+        del body
         if capabilities.reports_load_failures or not capabilities.is_identity_known:
             leg.watch(answer)
         if leg.loan is not None:
@@ -179,6 +186,10 @@ async def decode_leg(
             return leg.outcome
         if threshold and capabilities.supports_threshold is None:
             await _learn_threshold(run, engine, answer, threshold)
+        if leg.canary is not None:
+            if not answer.is_event_stream:
+                await answer.read_in_place(limits.max_answer_size)
+            leg.canary.check(run, engine, answer, run.prefiller is not None)
         leg.accepted()
         if reuse is None:
             await deliver(run, answer, validator)
@@ -408,7 +419,7 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
 class DecodeAccount(LegAccount[DecodeLegResult]):
     """The account of a decode leg; see `decode_leg`."""
 
-    __slots__ = ("_accept", "_pair", "_watch", "params", "threshold")
+    __slots__ = ("_accept", "_pair", "_watch", "canary", "params", "threshold")
     role = DECODE
 
     def __init__(
@@ -424,6 +435,11 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         request, reuse = run.request, run.plan.reuse
         self.params, self.threshold, self._accept, self._pair = params, threshold, accept, pair
         self._watch: LoadFailureWatch | None = None
+        self.canary = run.canary
+        if self.canary is not None and (
+            threshold or not self.canary.compares(run.prefiller is not None)
+        ):
+            self.canary = None
         if engine.ranks or (reuse is not None and reuse.rank is not None):
             self.place, self._rank_line = rank_of_leg(run, engine, DECODE)
         if accept is None:
@@ -548,7 +564,10 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
     def _note_loaded(self) -> None:
         run, decoder = self.run, self.engine
         pairs = run.gateway.fleet.unreachable_pairs
-        if run.load_failure is None and pairs.record_success(run.loads_from, decoder.name):
+        is_compared = self.canary is not None and self.canary.has_agreed
+        if run.load_failure is None and pairs.record_success(
+            run.loads_from, decoder.name, is_compared
+        ):
             logger.info(
                 "decode engine %s loads KV from prefill engine %s again",
                 decoder.name,

@@ -30,11 +30,13 @@ MAX_TEXT_CHARS = 200
 
 class LoadFailure(Struct, frozen=True):
     """A failed load. `is_of_pair`: the two engines cannot exchange KV, whatever the request.
-    `remote` names the prefill engine. Both texts are safe to log."""
+    `remote` names the prefill engine. Both texts are safe to log. `is_silent`: the engine reported
+    nothing, and its answer showed the failure."""
 
     is_of_pair: bool
     remote: str
     reason: str
+    is_silent: bool = False
 
 
 def failure_in(content: object) -> LoadFailure | None:

@@ -22,6 +22,7 @@ class RequestLimits:
     decode_policy: str
     first_token: str
     hedged_decoders: int
+    kv_canary: float
     max_answer_size: int
     max_body_size: int
     max_connections: int

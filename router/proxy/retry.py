@@ -84,6 +84,8 @@ RULES = {
     "status_5xx": Rule(Next.ELSEWHERE, Next.AFRESH, True),
     # The two engines do not reach each other, or P's blocks were gone: neither is at fault.
     "kv_load": Rule(Next.ELSEWHERE, Next.AFRESH, False),
+    # The canary has found wrong KV. Which of the two engines is at fault, is not known.
+    "kv_differs": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     # Nothing was computed or read. Its list of models is outdated, or was never known.
     "unserved_model": Rule(Next.ELSEWHERE, Next.ELSEWHERE, False, is_free=True),
     # The engine is healthy, but does not disaggregate, or not for this request.
@@ -151,7 +153,7 @@ def decide(kind: str, leg: EngineRole, now: Situation, is_of_pair: bool = False)
         mark = Mark.NONE
     elif kind == "preempted" and now.returns_left > 0:
         mark = Mark.PREEMPTED
-    elif kind == "kv_load":
+    elif kind in ("kv_load", "kv_differs"):
         mark = Mark.CANNOT_LOAD
     elif may_be_turn and kind != "overloaded":
         mark = Mark.NONE

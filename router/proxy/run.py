@@ -33,6 +33,7 @@ from router.routing.route import Route
 
 if TYPE_CHECKING:
     from router.proxy.admission import EngineSlot
+    from router.proxy.canary import Canary
     from router.proxy.gateway import Gateway
     from router.proxy.load_failure import LoadFailure
 
@@ -91,6 +92,8 @@ class Run(Struct, eq=False):
     # The name of the prefill engine that the running decode leg loads from, or "".
     loads_from: str = ""
     load_failure: LoadFailure | None = None
+    # Compares the first tokens of both engines; None for a request that is not compared.
+    canary: Canary | None = None
     prompt_tokens: int | None = None
 
     # The last turn of a conversation. A prefill engine can read its KV only once.

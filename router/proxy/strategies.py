@@ -29,8 +29,9 @@ from typing import Any
 from router.conversations.reuse import TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine
 from router.http_client.errors import BrokenAnswerError, UpstreamError
-from router.openai.errors import PreemptedError
+from router.openai.errors import EngineRejectedError, PreemptedError
 from router.proxy.answer_check import PrefillAnswer
+from router.proxy.canary import choose_canary
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.id_resume import IdBuffer, continuing_body, find_cut
 from router.proxy.kv_params import KvParams
@@ -49,8 +50,8 @@ from router.proxy.plan import (
     DECODE_ONLY,
     ONE_TOKEN_ANSWER,
     PULL,
+    PUSH,
     SAME_ENGINE,
-    TRANSFER,
     may_reject,
 )
 from router.proxy.ranks import place_of_leg
@@ -130,19 +131,30 @@ async def answer(run: Run) -> None:
     try:
         if plan.threshold and await decode_first(run):
             return
-        if plan.mode is PULL:
-            await pull(run)
-        elif plan.mode is DECODE_ONLY:
+        if plan.mode is DECODE_ONLY:
             await decode_only(run, plan.decode_only_reason)
-        elif plan.mode is TRANSFER:
-            await transfer(run)
-        else:
+        elif plan.mode is PUSH:
             await push(run)
+        else:
+            await _prefill_then_decode(run)
     finally:
         if run.holder is not None:
             run.stop_holding()
         if run.unread_turn is not None:
             run.release_unread_turn()
+
+
+async def _prefill_then_decode(run: Run) -> None:
+    """Run the strategy whose legs may run one after the other, and compare their first tokens."""
+    strategy = pull if run.plan.mode is PULL else transfer
+    canary = run.canary = choose_canary(run) if run.gateway.limits.kv_canary else None
+    try:
+        return await strategy(run)
+    except EngineRejectedError as error:
+        if canary is None or not canary.withdraw(run, error):
+            raise
+    await strategy(run)
+    canary.note_refused()
 
 
 async def pull(run: Run) -> None:
@@ -320,6 +332,8 @@ async def transfer(run: Run) -> None:
             return None
         prefiller.capabilities.note_transfer_failed()
         await _recover(run, failed)
+        if lacks_pair(run):
+            return await decode_only(run, "no_pair")
 
 
 async def send_pair(
@@ -367,6 +381,7 @@ async def legs_together(
     """Run both legs at once; the failure of one ends the other. Return None if the client has its
     answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
+    run.canary = None
     params = pair_params(run, decoder, pair)
     prefilling = loop.create_task(_prefill(run, prefiller, pair))
     decoding = loop.create_task(decode_leg(run, decoder, params, pair=pair))

@@ -62,6 +62,9 @@ class SelectionSettings(SettingsGroup):
     first_token: Which engine's first token the client gets. auto: the token that the prefill engine
         samples, if both engines support the hand-over; the decode engine then continues with the
         second token. decoder: the decode engine samples it again.
+    kv_canary: Share of the requests to two engines in which the router compares the first token's
+        log-probabilities of both engines, to find KV that was transferred wrongly. The first tokens
+        of requests with temperature 0 are compared in all. 0: never.
     max_resumes: How often another decode engine continues a stream after a failure in mid-stream,
         and how often after a preemption return, if the engines support it. 0: never.
     max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a
@@ -100,6 +103,7 @@ class SelectionSettings(SettingsGroup):
 
     transfer_mode: Annotated[Literal["auto", "pull", "push"], Lower] = "auto"
     first_token: Annotated[Literal["auto", "decoder"], Lower] = "auto"
+    kv_canary: fields.Share = 0.02
     max_resumes: Annotated[int, Field(ge=0, le=16)] = 2
     max_resume_memory: ByteSize = ByteSize(256 * MIB)
     prefill_policy: fields.Policy = "prefix"

@@ -91,10 +91,17 @@ class Metrics:
             "KV loads that decode engines reported as failed. pair: the two engines cannot "
             "exchange KV; request: only this request's KV was gone.",
         )
+        self.kv_canary = made.local_counter(
+            "kv_canary{outcome}",
+            "First tokens of decode engines that were compared with those of their prefill "
+            "engines. disagreed: the KV was wrong, and the request was computed again. "
+            "not_comparable: an engine did not report enough. engines_differ: the decode engine "
+            "alone disagreed, too, so the engines do not compute alike.",
+        )
         self.pair_avoided = made.callback_gauge(
             "pair_avoided{prefiller,decoder}",
-            "1 for a prefill and a decode engine that could not exchange KV and are paired with "
-            "other engines for a while; absent otherwise.",
+            "1 for a prefill and a decode engine that could not exchange KV, or exchanged wrong "
+            "KV, and are paired with other engines for a while; absent otherwise.",
         )
         self.group_engines = made.callback_gauge(
             "group_engines{group,role}", "Usable engines of a group."

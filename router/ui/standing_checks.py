@@ -131,6 +131,11 @@ def _check_kv(fleet: Fleet) -> Iterator[CheckResult]:
     for prefiller, decoder in fleet.unreachable_pairs.avoided(now()):
         text = f"no KV was loaded from {prefiller} to {decoder}; this pair is avoided for a while"
         cure = "look at the decode engine's log: does it reach the other's side channel?"
+        if fleet.unreachable_pairs.is_silent(prefiller, decoder):
+            text = f"wrong KV was loaded from {prefiller} to {decoder}: another first token; this "
+            text += "pair is avoided for a while"
+            cure = "restart the decode engine, whose prefix cache may hold wrong blocks; compare "
+            cure += "the versions and logs of both engines (docs/failures.md#wrong-kv)"
         yield CheckResult(name="KV pair", state=CheckState.WARNING, text=text, cure=cure)
 
 

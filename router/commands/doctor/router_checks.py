@@ -93,6 +93,7 @@ class RouterChecker:
             text = f"/metrics answers {answer.status_code}, so its engines are not known"
             self.found.skip("engines", f"{text}: name them with --prefill and --decode")
             return
+        self._check_kv(self.status)
         for engine in self.status.engines:
             name = f"{engine.role} {engine.name}"
             if engine.health == "healthy":
@@ -100,6 +101,19 @@ class RouterChecker:
             else:
                 cure = "see the lines below, or the router's log"
                 self.found.fail("engine", f"{name} is {engine.health}", cure)
+
+    def _check_kv(self, status: RouterStatus) -> None:
+        """Report the pairs that the router avoids, and the first tokens that it has compared."""
+        for pair in status.avoided_pairs:
+            text = f"{pair.prefiller} -> {pair.decoder} is avoided: no KV exchanged, or wrong KV"
+            self.found.fail("KV pair", text, "look at the router's log for the reason")
+        agreed, disagreed = (status.canary.get(name, 0) for name in ("agreed", "disagreed"))
+        if disagreed:
+            text = f"{disagreed} of {agreed + disagreed} compared first tokens were of wrong KV"
+            cure = "look at the router's log for the pairs, and at docs/failures.md#wrong-kv"
+            self.found.fail("KV canary", text, cure)
+        elif agreed:
+            self.found.ok("KV canary", f"{agreed} compared first tokens agree")
 
     @property
     def reached(self) -> frozenset[str]:

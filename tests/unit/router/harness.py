@@ -39,6 +39,8 @@ def settings_for(*, p: list[MockEngine], d: list[MockEngine], **changes: Any) ->
         "without_prefiller": "refuse",
         "prefill_policy": "round_robin",
         "decode_policy": "round_robin",
+        # Most mock engines report no log-probabilities: see proxy/test_canary.py.
+        "kv_canary": 0,
         # Most mock engines report no token ids: see conversations/test_token_proofs.py.
         "conversation_unproven": "whole",
     }

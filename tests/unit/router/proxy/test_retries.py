@@ -33,6 +33,7 @@ UNPROVEN = {
     "overloaded",
     "stale",
     "preempted",
+    "kv_differs",
     "kv_load",
     "no_kv",
     "unserved_model",
