@@ -98,6 +98,7 @@ class Metrics:
             "not_comparable: an engine did not report enough. engines_differ: the decode engine "
             "alone disagreed, too, so the engines do not compute alike.",
         )
+        self.kv_canary.add(("disagreed",), 0)  # or its first increase would not be one
         self.pair_avoided = made.callback_gauge(
             "pair_avoided{prefiller,decoder}",
             "1 for a prefill and a decode engine that could not exchange KV, or exchanged wrong "

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
+from time import monotonic as now
 from typing import Any
 
 import pytest
@@ -523,6 +524,25 @@ async def test_fault_that_a_running_router_reports_is_shown(
     checks = json.loads(capsys.readouterr().out)["checks"]
     told = [one["text"] for one in checks if one["state"] == "FAIL" and one["subject"] == "router"]
     assert any("was started without --kv-transfer-config" in text for text in told)
+
+
+async def test_wrong_kv_that_a_running_router_has_found_is_shown(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    router = await start_router()
+    await router.knows_its_engines()
+    canary = router.gateway.metrics.kv_canary
+    prefiller, decoder = router.engine(p).name, router.engine(d).name
+    canary.add(("agreed",), 3)
+    await doctor(router.url)
+    assert "3 compared first tokens agree" in capsys.readouterr().out
+    canary.add(("disagreed",), 1)
+    pairs = router.gateway.fleet.unreachable_pairs
+    pairs.record_failure(prefiller, decoder, now(), is_silent=True)
+    assert await doctor(router.url) == 1
+    output = capsys.readouterr().out
+    assert "1 of 4 compared first tokens were of wrong KV" in output
+    assert f"{prefiller} -> {decoder} is avoided" in output
 
 
 async def test_engine_that_only_the_router_reaches_is_no_failure(

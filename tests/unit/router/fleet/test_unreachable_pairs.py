@@ -68,6 +68,20 @@ def test_a_load_that_works_clears_the_pair() -> None:
     assert known.record_failure(P, D, now=1) == FIRST_AVOIDANCE_S
 
 
+def test_wrong_kv_is_cleared_only_by_a_compared_load_and_its_pauses_go_on_doubling() -> None:
+    known = pairs()
+    assert known.record_failure(P, D, now=0, is_silent=True) == FIRST_AVOIDANCE_S
+    assert known.is_silent(P, D)
+    assert not known.record_success(P, D)
+    assert known.record_success(P, D, is_compared=True)
+    assert not known
+    assert known.record_failure(P, D, now=99, is_silent=True) == 2 * FIRST_AVOIDANCE_S
+    assert known.record_success(P, D, is_compared=True)
+    assert known.record_failure(P, D, now=199) == FIRST_AVOIDANCE_S, "a load that fails is another"
+    known.forget(P)
+    assert known.record_failure(P, D, now=299, is_silent=True) == FIRST_AVOIDANCE_S
+
+
 def test_a_removed_engine_is_forgotten_on_either_side() -> None:
     known = pairs()
     for prefiller, decoder in ((P, D), (P, "d:2"), ("p:2", D), ("p:2", "d:2")):

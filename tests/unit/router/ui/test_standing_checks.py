@@ -1,6 +1,7 @@
 """The checks that the dashboard shows: what is well, what is not, and what to do about it."""
 
 from collections.abc import Mapping
+from time import monotonic as now
 
 import pytest
 
@@ -54,6 +55,17 @@ async def test_engines_that_differ_fail_with_the_first_difference_and_its_cure(
 async def test_engines_without_an_identity_page_are_not_compared(router: Router) -> None:
     found = results_of(router)["KV transfer"]
     assert (found.state, found.text[:14]) == (CheckState.SKIPPED, "0 of 2 engines")
+
+
+async def test_a_pair_with_wrong_kv_is_named_with_its_cure(router: Router) -> None:
+    p, d = (engine.name for engine in router.gateway.fleet.engines)
+    pairs = router.gateway.fleet.unreachable_pairs
+    pairs.record_failure(p, d, now())
+    assert results_of(router)["KV pair"].text.startswith("no KV was loaded")
+    pairs.record_failure(p, d, now(), is_silent=True)
+    found = results_of(router)["KV pair"]
+    assert found.text.startswith(f"wrong KV was loaded from {p} to {d}")
+    assert "restart the decode engine" in found.cure
 
 
 async def test_an_unhealthy_engine_fails_the_check_of_its_role(
