@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from math import isfinite
 from random import random
 from secrets import token_hex
 from typing import NamedTuple
@@ -320,7 +321,7 @@ def _logged_token(logprobs: object) -> FirstToken | None:
         others = {str(one): float(p) for one, p in listed if one != name and p > MASKED}
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         return None
-    if PART_OF_CHARACTER in name:  # several tokens have this name
+    if PART_OF_CHARACTER in name or not isfinite(value):  # several tokens have such a name
         return None
     # The token itself is listed wherever it ranks; the others are the likeliest ones.
     return FirstToken(name, {**others, name: value}, min(others.values(), default=None))

@@ -205,6 +205,38 @@ async def test_only_decode_engine_computes_prompt_alone_without_its_prefix_cache
     assert canaries(router, "agreed") == 1, "the decode engine alone computes the same token"
 
 
+@STREAMED_OR_WHOLE
+async def test_wrong_kv_of_a_store_is_found(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, stream: bool
+) -> None:
+    """The legs of a store name no engine: only the first decode leg finds wrong KV there."""
+    p.usual = right
+    first = iter([wrong])
+
+    async def decode(request: Received, peer: Peer) -> None:
+        await next(first, right)(request, peer)
+
+    d.usual = decode
+    router = await start_router(kv_protocol="store", **ALONE)
+    await router.knows_its_engines()
+    text = await ask(router, stream=stream, **GREEDY)
+    assert "right" in text
+    assert "token_ids" not in text.replace('"token_ids": null', "").replace('"token_ids":null', "")
+    assert canaries(router, "disagreed") == canaries(router, "agreed") == 1
+    assert router.metric("decode_only_total", reason="no_pair") == 1
+
+
+async def test_log_probability_that_is_no_number_is_not_comparable(
+    start_router: StartRouter, fleet: Pairs
+) -> None:
+    fleet.broken.clear()
+    for engine in fleet.ds:
+        engine.usual = answering({11: float("nan"), 12: float("nan")}, "right")
+    router = await started(start_router, fleet)
+    await ask(router, temperature=1)
+    assert canaries(router, "not_comparable") == 1
+
+
 async def test_engines_that_never_compute_alike_are_not_compared_again(
     start_router: StartRouter, fleet: Pairs
 ) -> None:
