@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load, save
 
+from engine_ext.reference.tiny_model import write_tiny_model
 from tests.integration.oracle import tokens_of
 from tests.integration.processes import Server
 from tests.vllm.releases import RELEASES, python_of
@@ -32,6 +34,16 @@ NO_FAULT = "zeroed 1000000"
 FAULTS = ("others", "zeroed", "swapped")
 
 
+def write_peaked_model(folder: Path) -> Path:
+    """Write the tiny model with logits three times as far apart: its tokens are then about as
+    likely as those of trained models."""
+    path = write_tiny_model(folder) / "model.safetensors"
+    weights = load(path.read_bytes())
+    weights["model.norm.weight"] *= 3
+    path.write_bytes(save(weights, {"format": "pt"}))
+    return folder
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("faults") / "fault"
@@ -44,9 +56,9 @@ def engines(fleet: Fleet, faults: Path, request: pytest.FixtureRequest) -> Itera
     faults.write_text(NO_FAULT)
     environment = {"DISAGG_WRONG_KV": str(faults)}
     with fleet.servers(
-        Kind("canary-p", PLAIN, (UNCACHED, *CHUNKS)),
-        Kind("canary-wrong", WRONG, environment=environment),
-        Kind("canary-d", PLAIN),
+        Kind("canary-p", PLAIN, (UNCACHED, *CHUNKS), write_peaked_model),
+        Kind("canary-wrong", WRONG, (), write_peaked_model, environment),
+        Kind("canary-d", PLAIN, (), write_peaked_model),
     ) as servers:
         yield servers
 
