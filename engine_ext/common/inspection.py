@@ -73,6 +73,10 @@ class MovedSeen(NamedTuple):
     engine_id: str
     transfers: int
     bytes: int
+    seconds: float
+    """The durations of all of them, added up."""
+    busy_seconds: float
+    """The time in which at least one of them ran: `bytes` by this is the rate of the pair."""
 
 
 @dataclass(frozen=True, slots=True)

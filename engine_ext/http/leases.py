@@ -19,6 +19,8 @@ from engine_ext.common.inspection import Inspection, TransferSeen
 
 PATH = "/disagg/leases"
 ASKED = "request_id"
+DURATIONS = ("seconds", "busy_seconds")
+"""Of transfers, which may take microseconds; all other times are rounded to milliseconds."""
 ANSWER_SECONDS = 10.0
 """The time in which an engine must answer. It answers between two steps."""
 
@@ -69,7 +71,7 @@ def _shown(one: Any, key: bytes) -> dict[str, Any]:
             case str() if name == "request_id":
                 shown["request"] = hashed(value, key)
             case float():
-                shown[name] = round(value, 6 if name == "seconds" else 3)
+                shown[name] = round(value, 6 if name in DURATIONS else 3)
             case tuple():
                 shown[name] = [_shown(part, key) for part in value]
             case _:

@@ -24,6 +24,8 @@ What = Literal["READ", "LOAN", "WRITE"]
 
 MOST_TRANSFERS = 128
 MOST_ENGINES = 256
+MOST_BUSY_TIMES = 16
+"""Of each engine, the latest times in which transfers ran without a gap."""
 MAX_LOAN_REQUESTS = 64
 """The most requests for loans that may wait for the engine's steps."""
 MAX_LOAN_KEYS = 2048
@@ -122,6 +124,29 @@ class PendingResults:
         self._wake()
 
 
+class EngineTotals:
+    """What moved to or from one engine since we know it."""
+
+    def __init__(self) -> None:
+        self.transfers = self.bytes = 0
+        self.seconds = self.busy_seconds = 0.0
+        self._busy: deque[tuple[float, float]] = deque(maxlen=MOST_BUSY_TIMES)
+        """Times without overlap, from and to, oldest first."""
+
+    def add(self, num_bytes: int, began: float, ended: float) -> None:
+        """Count a transfer that has just ended. Transfers that run together share the link, so
+        their time counts once for `busy_seconds`."""
+        self.transfers += 1
+        self.bytes += num_bytes
+        self.seconds += ended - began
+        start, counted = began, 0.0
+        while self._busy and self._busy[-1][1] >= began:
+            earliest, latest = self._busy.pop()
+            start, counted = min(start, earliest), counted + latest - earliest
+        self._busy.append((start, ended))
+        self.busy_seconds += ended - start - counted
+
+
 class TransferLog:
     """One log line for each transfer that ended well, and what moved lately and in all, by engine.
     A transfer that failed has a warning of its own. Only the owner thread uses it."""
@@ -129,7 +154,7 @@ class TransferLog:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._transfers: deque[tuple[float, TransferSeen]] = deque(maxlen=MOST_TRANSFERS)
-        self._moved: OrderedDict[tuple[What, str], MovedSeen] = OrderedDict()
+        self._moved: OrderedDict[tuple[What, str], EngineTotals] = OrderedDict()
 
     def record(
         self,
@@ -157,12 +182,15 @@ class TransferLog:
         )
         seen = TransferSeen(what, request_id, engine_id, num_blocks, num_bytes, seconds, 0.0)
         self._transfers.append((now, seen))
-        before = self._moved.get((what, engine_id), MovedSeen(what, engine_id, 0, 0))
-        moved = MovedSeen(what, engine_id, before.transfers + 1, before.bytes + num_bytes)
-        keep_latest(self._moved, (what, engine_id), moved, MOST_ENGINES)
+        totals = self._moved.get((what, engine_id)) or EngineTotals()
+        totals.add(num_bytes, began, now)
+        keep_latest(self._moved, (what, engine_id), totals, MOST_ENGINES)
 
     def transfers(self, now: float) -> tuple[TransferSeen, ...]:
         return tuple(seen._replace(age_seconds=max(0.0, now - at)) for at, seen in self._transfers)
 
     def moved(self) -> tuple[MovedSeen, ...]:
-        return tuple(self._moved.values())
+        return tuple(
+            MovedSeen(*key, one.transfers, one.bytes, one.seconds, one.busy_seconds)
+            for key, one in self._moved.items()
+        )

@@ -91,6 +91,7 @@ def test_a_transfer_is_seen_on_the_leases_page_in_the_metrics_and_as_one_line_in
         assert metric(mover, r"vllm:nixl_bytes_transferred_sum\{.*") == int(num_bytes)
         (rank,) = mover.get("/disagg/leases").json()["ranks"]
         (moved,), (transfer,) = rank["moved"], rank["transfers"]
+        assert 0 < moved.pop("busy_seconds") <= moved.pop("seconds") < 10
         assert moved == {
             "what": what,
             "engine_id": engine_id,

@@ -134,7 +134,9 @@ def test_transfers_are_shown_with_their_engine_and_hashed_names(
     shown = leases.rank(harness.loop.inspect(harness.now + 3), KEY)
     assert shown["engine_id"] == "engine-d"
     what = {"what": shown_as, "engine_id": "engine-p"}
-    assert shown["moved"] == [what | {"transfers": 1, "bytes": 57344}]
+    assert shown["moved"] == [
+        what | {"transfers": 1, "bytes": 57344, "seconds": 0.5, "busy_seconds": 0.5}
+    ]
     (one,) = shown["transfers"]
     assert one == what | {
         "found_by": leases.found_by("d-1"),
@@ -160,6 +162,30 @@ def test_transfers_and_engines_are_remembered_up_to_a_number() -> None:
     assert len(report.moved()) == MOST_ENGINES
     assert len(seen := report.transfers(6.0)) == MOST_TRANSFERS
     assert (seen[-1].request_id, seen[-1].seconds, seen[-1].age_seconds) == ("d-511", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("times", "busy"),
+    [
+        ([(0, 2), (3, 4)], 3),
+        ([(0, 2), (1, 3), (2, 5)], 5),  # in order, and overlapping
+        ([(4, 5), (6, 7), (0, 10)], 10),  # short ones within a long one
+        ([(1, 2), (4, 5), (3, 6), (0, 7)], 7),
+        ([(1, 1), (1, 1)], 0),
+    ],
+)
+def test_transfers_that_run_together_count_their_time_once(
+    times: list[tuple[int, int]], busy: float
+) -> None:
+    now = 0.0
+    report = TransferLog(lambda: now)
+    for began, ended in times:
+        now = ended
+        report.record("READ", "d-1", "p-1", num_blocks=1, num_bytes=8, began=began, num_proven=0)
+    (moved,) = report.moved()
+    assert (moved.transfers, moved.bytes) == (len(times), 8 * len(times))
+    assert moved.seconds == sum(ended - began for began, ended in times)
+    assert moved.busy_seconds == busy
 
 
 ATTEMPT = ".0123456789" + "42"

@@ -43,7 +43,7 @@ def summary(key: str = "k", **fields: Any) -> RequestSummary:
 
 
 def test_an_engines_page_is_read_as_it_says_it() -> None:
-    moved = (MovedSeen("READ", "p-1", 2, 60),)
+    moved = (MovedSeen("READ", "p-1", 2, 60, 0.5, 0.25),)
     ranks = [rank(transfers=(transfer(), transfer()), moved=moved), rank("d-1_dp1", moved=moved)]
     page = parse_transfers({"ranks": ranks}, 50.0)
     assert page.ids == {"d-1", "d-1_dp1"}
@@ -81,7 +81,7 @@ def page(
     at: float, engine_id: str, what: str = "READ", peer: str = "", count: int = 0
 ) -> TransferPage:
     return parse_transfers(
-        {"ranks": [rank(engine_id, moved=(MovedSeen(what, peer, 1, count),))]}, at
+        {"ranks": [rank(engine_id, moved=(MovedSeen(what, peer, 1, count, 0.1, 0.1),))]}, at
     )
 
 
