@@ -33,6 +33,7 @@ from router.commands.console import (
     time_text,
 )
 from router.commands.router_client import ask_router, router_url
+from router.fleet.pair_rates import PairRate, SlowPair, pair_name, rate_text
 
 DESCRIPTION = """\
 Shows a router's engines and their state, requests in flight, requests, conversations and prefix
@@ -175,6 +176,29 @@ class AvoidedPair:
 
 
 @dataclass(frozen=True, slots=True)
+class PairStatus:
+    """The rate at which KV moves from one engine to another. `source` is empty where a stock engine
+    does not name it. `slowness` is how many times as fast its neighbours are, 0 if it is not slow.
+    """
+
+    source: str
+    target: str
+    bytes_per_second: float
+    transfer_seconds: float
+    slowness: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return pair_name((self.source, self.target))
+
+    def describe(self) -> str:
+        """Say how slow the pair is."""
+        rate = PairRate(self.bytes_per_second, self.transfer_seconds)
+        slow = SlowPair(rate, self.slowness * self.bytes_per_second)
+        return slow.describe((self.source, self.target))
+
+
+@dataclass(frozen=True, slots=True)
 class RouterStatus:
     """A router's fleet and load; counts are since its start.
 
@@ -190,6 +214,8 @@ class RouterStatus:
     groups: tuple[GroupState, ...]
     sources: tuple[SourceState, ...]
     avoided_pairs: tuple[AvoidedPair, ...]
+    pairs: tuple[PairStatus, ...]
+    """The pairs of engines of which a rate is known, slowest first."""
     requests: Mapping[str, int]
     canary: Mapping[str, int]
     refusals: Mapping[str, int]
@@ -226,6 +252,7 @@ def parse_metrics(text: str) -> RouterStatus:
             for pair, value in found.sums("pair_avoided", "prefiller", "decoder").items()
             if value
         ),
+        pairs=tuple(sorted(_pairs_in(found), key=lambda one: one.bytes_per_second)),
         requests=found.counts("requests_total", "outcome"),
         canary=found.counts("kv_canary_total", "outcome"),
         refusals=found.counts("refusals_total", "reason"),
@@ -296,6 +323,15 @@ def _engines_in(found: Samples) -> Iterator[EngineStatus]:
         )
 
 
+def _pairs_in(found: Samples) -> Iterator[PairStatus]:
+    seconds, slowness = (
+        found.sums(f"pair_{name}", "source", "target") for name in ("transfer_seconds", "slowness")
+    )
+    for pair, rate in found.sums("pair_bytes_per_second", "source", "target").items():
+        source, target = pair
+        yield PairStatus(source, target, rate, seconds[pair], slowness[pair])
+
+
 def _groups_in(found: Samples) -> Iterator[GroupState]:
     preferred: dict[str, Counter[str]] = defaultdict(Counter)
     for group, _, legs in found.sums("engine_preferred_role", "group", "engine", "preferred"):
@@ -353,6 +389,9 @@ def lines(
         text = f"pair {pair.prefiller} -> {pair.decoder}: no KV exchanged, or wrong KV; avoided "
         text += "for a while"
         yield painted(text, YELLOW)
+    for known in status.pairs:
+        if known.slowness:
+            yield painted(known.describe(), YELLOW)
     for source in status.sources:
         if source.trouble:
             yield painted(
@@ -371,6 +410,11 @@ def lines(
     if any(status.refusals.values()):
         yield painted(f"refused        {_counts(status.refusals)}", YELLOW)
     yield f"first byte     {_times(status)}"
+    if status.pairs:
+        slowest, fastest = status.pairs[0], status.pairs[-1]
+        several = dict.fromkeys((slowest, fastest))
+        shown = " to ".join(f"{rate_text(e.bytes_per_second)} ({e.name})" for e in several)
+        yield f"KV transfers   {shown}"
     if rates := sorted((rate, name) for name, rate in status.prefill_rates.items()):
         ends = dict.fromkeys((rates[0], rates[-1]))
         shown = " to ".join(f"{rate:,.0f} ({name})" for rate, name in ends)

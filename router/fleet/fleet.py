@@ -42,6 +42,7 @@ from router.fleet.engine import (
     engine_of,
 )
 from router.fleet.kv_facts import RankFacts, short_text
+from router.fleet.pair_rates import PairRates
 from router.fleet.partners import (
     NOTHING_FOUND,
     EngineFacts,
@@ -158,6 +159,7 @@ class Fleet:
         self._processes: dict[str, ProcessIdentity] = {}
         self._in_batch = self._is_refresh_due = False
         self.unreachable_pairs = UnreachablePairs()
+        self.pair_rates = PairRates()
         self.on_stale_models: Callable[[Engine], None] = lambda engine: None
         self.on_lost: Callable[[Engine], None] = lambda engine: None
         self.on_new_snapshot: Callable[[], None] = lambda: None
@@ -262,6 +264,7 @@ class Fleet:
             engine.intent = Intent.DRAINING  # for requests whose plan names it
             engine.update_availability()
             self.unreachable_pairs.forget(name)
+            self.pair_rates.forget(name)
             self._refresh()
             _call_later(MAX_ABSENCE_S, lambda: self._forget_removed(engine))
             engine.pool.fail_legs(EngineLostError(f"{name} was removed"))
@@ -413,6 +416,7 @@ class Fleet:
         if any(old and new and old != new for old, new in zip(known, found, strict=True)):
             logger.info("%s %s has restarted", engine.role.engine, engine.name)
             self.on_lost(engine)
+        self.pair_rates.note_ids(engine.name, found.engine_ids)
         self._processes[engine.name] = ProcessIdentity(
             found.engine_ids or known.engine_ids, found.started or known.started
         )
@@ -498,6 +502,7 @@ class Fleet:
             engine.lost_at = engine.health_since
             engine.prefill_rate = PrefillRate()
             self.unreachable_pairs.forget(engine.name)
+            self.pair_rates.forget(engine.name)
             # Another process of the same kind probably comes back, with other ids.
             kv_peer = msgspec.structs.replace(engine.capabilities.kv_peer, engine_ids={})
             engine.capabilities = EngineCapabilities(kv_peer=kv_peer)

@@ -34,6 +34,7 @@ from router.fleet.kv_facts import (
 )
 from router.fleet.kv_protocol import WITHOUT_VLLM_FIELDS, KvProtocol, find_kv_peer
 from router.fleet.metrics_page import MAX_METRICS_BYTES, METRICS_PATH, find_lines
+from router.fleet.pair_rates import TRANSFERS_PATH, UNKNOWN, stock_totals
 from router.http_client.errors import (
     AnswerTooLargeError,
     ConnectRefusedError,
@@ -54,6 +55,8 @@ MAX_ANSWER_BYTES = 1024 * 1024
 # Models and identity are fetched again after this time: adapters come and go, and a quick restart
 # may go unnoticed.
 REFETCH_AFTER_S = 10.0
+# What engines have moved is read after this time: it takes them about as long as a step.
+TRANSFERS_INTERVAL_S = 20.0
 MAX_MODELS = 10_000
 # An engine that lists its models slowly gets no requests until then, and is probed meanwhile.
 MODELS_TIMEOUT_S = 30.0
@@ -78,11 +81,12 @@ Model = dict[str, Any]
 @dataclass(slots=True, eq=False)
 class EngineProbe:
     """The probing of one engine: the times of the last probe and of the last answers to the
-    questions for its identity and its models. `has_result`: a probe has ended."""
+    questions for its identity, its models and its transfers. `has_result`: a probe has ended."""
 
     probed_at: float
     identity_at: float = -math.inf
     models_at: float = -math.inf
+    transfers_at: float = -math.inf
     task: asyncio.Task[None] | None = None
     models_task: asyncio.Task[None] | None = None
     has_result: asyncio.Event = field(default_factory=asyncio.Event)
@@ -260,6 +264,19 @@ class Prober:
             return None
         return find_lines(answer.body, READ_METRICS).decode("utf-8", "replace")
 
+    async def fetch_transfers(self, engine: Engine) -> None:
+        """Fetch how much KV the engine has moved, and in what time. Raises UpstreamError."""
+        rates = self._fleet.pair_rates
+        if engine.capabilities.lists_capabilities:
+            answer = await self._get(engine, TRANSFERS_PATH)
+            if _is_success(answer):
+                rates.note_page(engine.name, answer.body, now())
+        elif engine.capabilities.kv.has_connector:
+            answer = await self._get(engine, METRICS_PATH, MAX_METRICS_BYTES)
+            totals = stock_totals(answer.body) if _is_success(answer) else None
+            if totals is not None:
+                rates.note((UNKNOWN, engine.name), totals, now())
+
     async def fetch_models(self, engine: Engine, timeout: float = MODELS_TIMEOUT_S) -> None:
         """Fetch the models that the engine serves. What is known stays if it rejects the request,
         as one with an API key of its own does. Raises UpstreamError if there was no answer within
@@ -323,6 +340,10 @@ class Prober:
             probe.models_at = now()  # `probe` has just read them
         if engine.is_unread or now() - probe.models_at > REFETCH_AFTER_S:
             self._read_models(engine)
+        if now() - probe.transfers_at > TRANSFERS_INTERVAL_S:
+            probe.transfers_at = now()
+            with contextlib.suppress(UpstreamError):
+                await self.fetch_transfers(engine)
 
     def _read_models(self, engine: Engine) -> None:
         """Read the engine's models in the background: a slow answer delays no probe."""

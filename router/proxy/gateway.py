@@ -128,7 +128,9 @@ class RouteFinder:
             same = turn == self._prefill_turn  # as long as no request needed a decode engine alone
             prefiller = decoder if same else structs.replace(decoder, turn=self._prefill_turn)
             self._prefill_turn += 1
-        return route(pools, prefill, decode, (prefiller, decoder), home, random)
+        rates = self._fleet.pair_rates
+        slowness = rates.slowness if rates.slow else None
+        return route(pools, prefill, decode, (prefiller, decoder), home, random, slowness)
 
     def others(self, request: Request, planned: Route, role: EngineRole) -> Iterable[Engine]:
         """Yield the engines of the planned group as they are now: first those for the role, then

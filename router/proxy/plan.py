@@ -187,7 +187,8 @@ def find_local_prefill(
         return None  # with a threshold, the decode engine itself judges what its cache lacks
     decoders = [place_of_prompt(request, route, reuse, engine) for engine in candidates]
     prefiller = place_of_prompt(request, route, reuse, route.prefillers[0], PREFILL)
-    return choose_local_prefill(decoders, prefiller, request.prompt_tokens, target)
+    tokens, slowness = request.prompt_tokens, route.slowness
+    return choose_local_prefill(decoders, prefiller, tokens, target, slowness)
 
 
 def place_of_prompt(

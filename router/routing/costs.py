@@ -10,6 +10,7 @@ decode    the steps of an answer
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import msgspec.structs
 from msgspec import Struct
@@ -30,6 +31,8 @@ BUSY_QUEUE_S = 0.5
 # A transfer between engines of one network (NIXL over one 400 Gb/s link).
 TRANSFER_LATENCY_S = 0.003
 TRANSFER_TOKENS_PER_S = 300_000
+# Seconds that a step takes longer per token of context where no engine's step model is known.
+DEFAULT_CONTEXT_S = 30e-9
 # The question, the holder's answer, and the reader's next step.
 LOAN_LATENCY_S = 0.03
 # Seconds per prompt token where no engine's rate is known.
@@ -53,14 +56,22 @@ def prompt_cost(token_s: float, uncached: int, queued: int, share: float = QUEUE
     return token_s * uncached + queue_cost(token_s * queued, share)
 
 
-def transfer_cost(tokens: int, waiting: int = 1) -> float:
-    """Return the cost of moving a prompt's KV as the last of `waiting` transfers of its size."""
-    return TRANSFER_LATENCY_S + waiting * tokens / TRANSFER_TOKENS_PER_S
+def transfer_cost(tokens: int, waiting: int = 1, slowness: float = 1.0) -> float:
+    """Return the cost of moving a prompt's KV as the last of `waiting` transfers of its size.
+    `slowness`: between these engines it takes so many times as long as between others."""
+    return TRANSFER_LATENCY_S + slowness * waiting * tokens / TRANSFER_TOKENS_PER_S
 
 
 def loan_cost(tokens: int, token_s: float, queued_s: float = 0.0) -> float:
     """Return the cost of borrowing tokens, at `token_s` for each, behind `queued_s` of others."""
     return LOAN_LATENCY_S + queued_s + tokens * token_s
+
+
+class PairSlowness(Protocol):
+    def __call__(self, source: str, target: str) -> float:
+        """Return how many times as long a transfer between these engines takes as between their
+        neighbours; 1 if they are not slow."""
+        ...
 
 
 class PlaceLoad(Struct, frozen=True):
@@ -136,9 +147,9 @@ class PlaceLoad(Struct, frozen=True):
         """Return the cost of computing the last `uncached` of `total` tokens behind its queue."""
         return self.prefill_seconds(uncached, total) + queue_cost(self.queued_s)
 
-    def remote_cost(self, uncached: int, total: int) -> float:
-        """Return the cost of computing a prompt here for another engine."""
-        return self.prefill_cost(uncached, total) + transfer_cost(total)
+    def remote_cost(self, uncached: int, total: int, slowness: float = 1.0) -> float:
+        """Return the cost of computing a prompt here for another engine; see `transfer_cost`."""
+        return self.prefill_cost(uncached, total) + transfer_cost(total, slowness=slowness)
 
     def decode_cost(self, total: int, model: StepModel) -> float:
         """Return the cost of an answer to a prompt of `total` tokens by the step model `model`,

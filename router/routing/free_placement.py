@@ -74,7 +74,9 @@ class Choice(Struct, Generic[E], frozen=True):
         cost = seconds + queue_cost(load.queued_s) + DELAY_SHARE * self.answers * work
         return cost + self._crowding(total)
 
-    def decode_cost(self, total: int, prefiller: Choice[E], pressure: float = 0.0) -> float:
+    def decode_cost(
+        self, total: int, prefiller: Choice[E], pressure: float = 0.0, slowness: float = 1.0
+    ) -> float:
         """Return the cost of answering here, after `prefiller` has computed the prompt."""
         load, model = self.load, self.load.model
         bases = model.base, prefiller.load.model.base
@@ -85,7 +87,7 @@ class Choice(Struct, Generic[E], frozen=True):
             cost += LOSS_SHARE * pressure * ANSWER_STEPS * self._lost_seconds(total)
         if prefiller is not self:
             waiting = 1 + max(self.transfers, prefiller.transfers)
-            cost += transfer_cost(self.uncached, waiting)
+            cost += transfer_cost(self.uncached, waiting, slowness)
         return cost + self._crowding(total)
 
     def is_full_of_prompts(self, total: int) -> bool:
@@ -110,11 +112,13 @@ def place_freely(
     total: int,
     home: E | None = None,
     chance: Callable[[], float] | None = None,
+    slowness: Callable[[E, E], float] = lambda source, target: 1.0,
 ) -> tuple[list[E], list[E]]:
     """Return the engines for the prompt of `total` tokens and for the answer, best first.
 
     The engine `home`, if it is one of them, answers in any case: it has the conversation's last
     turn. `chance` returns numbers in [0, 1) if other routers send requests to the same engines.
+    `slowness` returns how many times as long a transfer takes as between others.
     """
 
     def cheapest(cost: Callable[[Choice[E]], float]) -> list[Choice[E]]:
@@ -130,7 +134,9 @@ def place_freely(
     pressure = new**3 * _pressure(choices)
     prefillers = cheapest(lambda one: one.prefill_cost(total))
     first = prefillers[0]
-    decoders = cheapest(lambda one: one.decode_cost(total, first, pressure))
+    decoders = cheapest(
+        lambda one: one.decode_cost(total, first, pressure, slowness(first.engine, one.engine))
+    )
     for one in choices:
         if one.engine is home:
             decoders = put_first(one, decoders)

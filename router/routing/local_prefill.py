@@ -43,10 +43,15 @@ class PromptPlace(NamedTuple):
 
 
 def choose_local_prefill(
-    decoders: Iterable[PromptPlace], prefiller: PromptPlace, total: int, target_itl: float
+    decoders: Iterable[PromptPlace],
+    prefiller: PromptPlace,
+    total: int,
+    target_itl: float,
+    slowness: float = 1.0,
 ) -> tuple[Engine, str] | None:
     """Return the decode engine that should compute a prompt of `total` tokens itself, and the
-    reason: it measures its steps with the prompt, or it is sooner than the prefill engine."""
+    reason: it measures its steps with the prompt, or it is sooner than the prefill engine, whose KV
+    would take `slowness` times as long as usual to be transferred."""
     loads: list[tuple[Engine, PlaceLoad, int]] = []
     for engine, place, uncached in decoders:
         load = PlaceLoad.of(engine, place)
@@ -60,7 +65,7 @@ def choose_local_prefill(
         return None
     decoder, load, cost = best
     remote = PlaceLoad.of_prefiller(prefiller.engine, prefiller.place, load.model)
-    is_sooner = cost < remote.remote_cost(max(1, prefiller.uncached), total)
+    is_sooner = cost < remote.remote_cost(max(1, prefiller.uncached), total, slowness)
     return (decoder, SOONER) if is_sooner else None
 
 

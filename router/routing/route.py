@@ -20,8 +20,9 @@ from router.fleet.engine import PREFILL, Engine, EngineRank, EngineRole, Place, 
 from router.fleet.fleet import GroupPool
 from router.fleet.step_model import StepModel
 from router.routing.chunk_index import ChunkIndex
-from router.routing.costs import PlaceLoad
+from router.routing.costs import PairSlowness, PlaceLoad
 from router.routing.free_placement import Choice, place_freely
+from router.routing.pair_choice import choose_pair
 from router.routing.policy import (
     MAX_ORDERED,
     LeastLoaded,
@@ -98,6 +99,8 @@ class Route(Struct, frozen=True):
     """All decode engines of the group, in no order; `decoders` are those that the policy named."""
     is_free: bool = False
     """The engines were chosen by cost for both legs together; the first ones may be the same."""
+    slowness: float = 1.0
+    """How many times as long as between others a transfer takes between the first engines."""
     usual_model: StepModel | None = None
     """If they were: the step model of one of them, for an engine that has not measured its own."""
     prefill_ranks: Mapping[Engine, EngineRank] = {}
@@ -131,14 +134,15 @@ def route(
     queries: tuple[RoutingQuery | None, RoutingQuery],
     preferred: Engine | None = None,
     chance: Callable[[], float] | None = None,
+    slowness: PairSlowness | None = None,
 ) -> Route:
     """Choose a group and order its engines.
 
     `prefill` and `decode` are the policies by group. `queries` are for the prefill engine, None if
     the request needs none, and for the decode engine. The decode engine `preferred` comes before
     all others unless it prefers prompts, and its group is chosen if it is complete. `chance`
-    returns numbers in [0, 1), which keep several routers from the same choice. Returns NOWHERE
-    without pools.
+    returns numbers in [0, 1), which keep several routers from the same choice. `slowness` is given
+    if KV moves slowly between some engines. Returns NOWHERE without pools.
     """
     prefill_query, decode_query = queries
     pool = pools[0] if len(pools) == 1 else choose_group(pools, decode_query, preferred)
@@ -147,7 +151,8 @@ def route(
     group = pool.group
     if pool.is_free and pool.decoders and prefill_query is not None:
         policies = prefill[group], decode[group]
-        return _route_freely(pool, policies, (prefill_query, decode_query), preferred, chance)
+        both = prefill_query, decode_query
+        return _route_freely(pool, policies, both, preferred, chance, slowness)
     prefillers, p_ranks, prefill_feedback = _order(
         prefill, group, pool.prefillers, pool.prefill_places, prefill_query
     )
@@ -162,6 +167,17 @@ def route(
         and (preferred.preferred_role is not PREFILL or preferred in pool.decoders)
     ):
         decoders = [preferred, *(engine for engine in decoders if engine is not preferred)]
+    else:
+        preferred = None
+    slow = 1.0
+    if slowness is not None and prefillers and decoders:
+        held = _expected(prefill_feedback), _expected(decode_feedback)
+        among = decoders if preferred is None else decoders[:1]
+        prefillers, chosen = choose_pair(
+            (prefillers, among), decode_query.tokens, decode_query.turn, slowness, held
+        )
+        decoders = chosen if preferred is None else decoders
+        slow = slowness(prefillers[0].name, decoders[0].name)
     return Route(
         group,
         prefillers,
@@ -169,6 +185,7 @@ def route(
         prefill_feedback,
         decode_feedback,
         pool.decoders,
+        slowness=slow,
         prefill_ranks=p_ranks,
         decode_ranks=d_ranks,
     )
@@ -180,6 +197,7 @@ def _route_freely(
     queries: tuple[RoutingQuery, RoutingQuery],
     preferred: Engine | None,
     chance: Callable[[], float] | None,
+    slowness: PairSlowness | None,
 ) -> Route:
     """Choose the engines for both legs by cost, among all engines of a group that do both."""
     query = queries[0]
@@ -207,7 +225,13 @@ def _route_freely(
     if choices:
         has_others = any(engine.total_legs > engine.in_flight for engine in engines)
         drawn = chance if has_others else None
-        prefillers, decoders = place_freely(choices, query.tokens, preferred, drawn)
+        prefillers, decoders = place_freely(
+            choices,
+            query.tokens,
+            preferred,
+            drawn,
+            lambda source, target: 1.0 if slowness is None else slowness(source.name, target.name),
+        )
     return Route(
         pool.group,
         prefillers,
@@ -241,6 +265,10 @@ def _order(
     if order and order[0].failed_recently:  # a failing engine looks idle
         order = sorted(order, key=attrgetter("failed_recently"))
     return order, ranks, feedback
+
+
+def _expected(feedback: PolicyFeedback | None) -> Callable[[str], int]:
+    return (lambda name: 0) if feedback is None else feedback.expected_tokens
 
 
 def _feedback_of(policy: Policy, query: RoutingQuery) -> PolicyFeedback | None:

@@ -442,6 +442,14 @@ def _connect_gauges(
     metrics.engine_circuit.read = of_engines(lambda engine: CIRCUIT_VALUES[engine.breaker.circuit])
     avoided = fleet.unreachable_pairs.avoided
     metrics.pair_avoided.read = lambda: ((pair, 1.0) for pair in avoided(now()))
+    rates = fleet.pair_rates
+    metrics.pair_rate.read = lambda: (
+        (pair, one.bytes_per_second) for pair, one in rates.slowest(now())
+    )
+    metrics.pair_seconds.read = lambda: (
+        (pair, one.transfer_seconds) for pair, one in rates.slowest(now())
+    )
+    metrics.pair_slowness.read = lambda: ((p, one.slowness) for p, one in rates.slow.items())
     metrics.fleet_changes.read = lambda: (((what,), n) for what, n in registry.counts.items())
     metrics.source_engines.read = of_sources(lambda standing: len(standing.listed))
     metrics.source_trouble.read = of_sources(lambda standing: bool(standing.problem))

@@ -104,6 +104,23 @@ class Metrics:
             "1 for a prefill and a decode engine that could not exchange KV, or exchanged wrong "
             "KV, and are paired with other engines for a while; absent otherwise.",
         )
+        self.pair_rate = made.callback_gauge(
+            "pair_bytes_per_second{source,target}",
+            "KV bytes per second from one engine to another while they move, by what the engines "
+            "report of the last seconds; of the slowest 256 pairs. The source is empty for a stock "
+            "engine, which does not name it.",
+        )
+        self.pair_seconds = made.callback_gauge(
+            "pair_transfer_seconds{source,target}",
+            "Mean time of the last KV transfers from one engine to another; of the slowest 256 "
+            "pairs.",
+        )
+        self.pair_slowness = made.callback_gauge(
+            "pair_slowness{source,target}",
+            "How many times as fast as this pair of engines its neighbours move KV, in the median. "
+            "Only slow pairs have a sample: those with less than a third of that rate, whose "
+            "transfers take more than three times as long.",
+        )
         self.group_engines = made.callback_gauge(
             "group_engines{group,role}", "Usable engines of a group."
         )

@@ -43,6 +43,7 @@ MERGED_BY_MINIMUM = frozenset(
         "disagg_router_engine_healthy",
         "disagg_router_group_engines",
         "disagg_router_group_weight",
+        "disagg_router_pair_bytes_per_second",
         "disagg_router_peer_routers",
         "disagg_router_source_engines",
         "disagg_router_source_told_timestamp_seconds",
@@ -50,6 +51,8 @@ MERGED_BY_MINIMUM = frozenset(
 )
 MERGED_BY_MAXIMUM = frozenset(
     (
+        "disagg_router_pair_slowness",
+        "disagg_router_pair_transfer_seconds",
         "disagg_router_engine_circuit",
         "disagg_router_engine_draining",
         "disagg_router_engine_degraded",

@@ -18,6 +18,7 @@ from router.common.watched_file import WatchedFiles
 from router.fleet.consistency import count_groups
 from router.fleet.engine import LEGS, Health
 from router.fleet.fleet import Fleet
+from router.fleet.pair_rates import SLOW_CURE
 from router.fleet.partners import FindingKind
 from router.fleet.registry import EngineRegistry
 
@@ -137,6 +138,9 @@ def _check_kv(fleet: Fleet) -> Iterator[CheckResult]:
             cure = "restart the decode engine, whose prefix cache may hold wrong blocks; compare "
             cure += "the versions and logs of both engines (docs/failures.md#wrong-kv)"
         yield CheckResult(name="KV pair", state=CheckState.WARNING, text=text, cure=cure)
+    for pair, slow in fleet.pair_rates.slow.items():
+        text = slow.describe(pair)
+        yield CheckResult(name="KV rate", state=CheckState.WARNING, text=text, cure=SLOW_CURE)
 
 
 def _check_groups(fleet: Fleet) -> Iterator[CheckResult]:

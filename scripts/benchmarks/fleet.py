@@ -94,6 +94,8 @@ def main(arguments: Sequence[str]) -> int:
             share_interval=options.share_interval,
             loans=options.loans,
             restarts=options.restarts,
+            slow_pair=options.slow_pair,
+            pair_rates=not options.no_pair_rates,
         )
         phases = [(0.0, inf)]
         outcomes = []
@@ -237,6 +239,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--loans", action="store_true", help="engines borrow prefixes from others' caches")
     add("--restarts", type=int, default=0, metavar="N",
         help="prefill engines that lose their cache at half of the arrivals (0)")  # fmt: skip
+    add("--slow-pair", type=_positive, default=1.0, metavar="X",
+        help="KV moves X times as slowly from the first prefill engine to the first decode engine "
+        "(1)")  # fmt: skip
+    add("--no-pair-rates", action="store_true",
+        help="the routers do not measure how fast KV moves")  # fmt: skip
     add("--speed", choices=SPEEDS, default="generic", help="of the engines (generic)")
     add("--network", type=positive, default=0, metavar="N",
         help="tokens a second through each network interface (that of --speed)")  # fmt: skip

@@ -19,11 +19,13 @@ from zlib import crc32
 from router.coordination.peers import PeerRouters
 from router.coordination.role_balance import INTERVAL_S, EngineState, RoleBalancer
 from router.fleet.engine import BOTH, DECODE, LEGS, PREFILL, EngineLoad, EngineRole
+from router.fleet.pair_rates import PairRates, TransferTotals
 from router.routing.chunk_index import ChunkIndex
 from router.routing.costs import PlaceLoad
 from router.routing.free_placement import Choice, place_freely
 from router.routing.holders import MIN_BORROWED_TOKENS, HolderFinder, NamedHolders
 from router.routing.local_prefill import find_cheapest
+from router.routing.pair_choice import choose_pair
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
 from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
 from router.routing.route import POLICIES, PREFILL_POLICIES
@@ -43,6 +45,8 @@ LOAN_TIMEOUT_S = 1.0  # the default of loan_timeout
 WARM_UP_SHARE = 0.2
 """Share of a shape's requests that is not in the figures."""
 SAMPLED_ARRIVALS = 2000
+# Seconds between two reports of what engines have moved: as the prober reads them.
+TRANSFERS_INTERVAL_S = 20.0
 # The defaults of retained_blocks_share and decoder_kv_blocks_ttl.
 RETAINED_SHARE, RETAINED_S = 0.5, 480.0
 
@@ -116,6 +120,7 @@ class Router:
         index.register(*zip(*known, strict=True))
         self.peers = PeerRouters(index)
         self.finder = HolderFinder(index)
+        self.rates = PairRates()
         self._form = setup.form
         self._balancer = RoleBalancer(setup.target_itl)
         self.is_free = setup.form == "free"
@@ -145,14 +150,27 @@ class Router:
     ) -> tuple[Seen, Sequence[Seen]]:
         """Return the engine for the prompt, and those for the answer."""
         if not self.is_free:
-            decoders = self.decode_policy.order(self.decoders, query)
-            return self.prefill_policy.order(self.prefillers, query)[0], decoders
+            orders = (
+                self.prefill_policy.order(self.prefillers, query),
+                self.decode_policy.order(self.decoders, query),
+            )
+            if self.rates.slow:
+                policies = self.prefill_policy, self.decode_policy
+                p, d = (partial(one.expected_tokens, query=query) for one in policies)
+                ask = query.tokens, query.turn, self.rates.slowness
+                orders = choose_pair(orders, *ask, (p, d))
+            return orders[0][0], orders[1]
         choices = []
         for one in self.engines:
             load, uncached = one.load(), self.uncached(one, query)
             held = one.transfers, one.waiting_tokens
             choices.append(Choice(one, load, uncached, one.total_legs, *held))
-        prefillers, decoders = place_freely(choices, query.tokens, chance=chance)
+        prefillers, decoders = place_freely(
+            choices,
+            query.tokens,
+            chance=chance,
+            slowness=lambda source, target: self.rates.slowness(source.name, target.name),
+        )
         return prefillers[0], decoders
 
     def uncached(self, engine: Seen, query: RoutingQuery) -> int:
@@ -222,6 +240,10 @@ class Setup:
     restarts: int = 0
     """The number of prefill engines that lose their cache at half of the arrivals."""
     arrivals: Sequence[Arrival] = ()
+    slow_pair: float = 1.0
+    """KV moves so many times as slowly from the first prefill engine to the first decode engine."""
+    pair_rates: bool = True
+    """The routers measure how fast KV moves between each two engines."""
 
 
 class Answer(NamedTuple):
@@ -265,6 +287,10 @@ class Simulation:
             budget = (BATCH_TOKENS, setup.step_s)
         both = [self._engine(f"10.3.{n}", *budget, BOTH) for n in range(setup.both)]
         self.decoders = (*decoders, *both)
+        self._slow_pair = "10.1.0", "10.2.0"
+        self._totals: dict[tuple[str, str], TransferTotals] = {}
+        self._idle_at: dict[tuple[str, str], float] = {}
+        """When the last transfer of each pair ends."""
         self._turns: dict[str, tuple[Engine, Sequence[int], float]] = {}
         """The last answer of each conversation: its engine, chunks and time, oldest first."""
         engines = (*self.prefillers, *self.decoders)
@@ -298,6 +324,8 @@ class Simulation:
             self._at(number / len(self.routers) * self.setup.share_interval, self._share, router)
         for router in self.routers if self.setup.both else ():
             self._at(0.0, self._balance, router)
+        if self.setup.pair_rates:
+            self._at(TRANSFERS_INTERVAL_S, self._report_transfers)
         events = self._events
         while events:
             self._now, _, act, arguments = heapq.heappop(events)
@@ -311,6 +339,13 @@ class Simulation:
             other.peers.update(self._now)
         if self._done < self._total:
             self._at(self._now + self.setup.share_interval, self._share, router)
+
+    def _report_transfers(self) -> None:
+        for router in self.routers:
+            for pair, totals in self._totals.items():
+                router.rates.note(pair, totals, self._now)
+        if self._done < self._total:
+            self._at(self._now + TRANSFERS_INTERVAL_S, self._report_transfers)
 
     def _balance(self, router: Router) -> None:
         router.balance(self._now)
@@ -450,10 +485,18 @@ class Simulation:
 
     def _move(self, source: Engine, reader: Engine, tokens: int) -> float:
         """Move KV, and return when it has arrived. One transfer at a time moves through each
-        engine's network interface."""
-        end = max(self._now, source.nic_free_at, reader.nic_free_at)
-        end += tokens / self.setup.speed.nic_tokens_per_s
+        engine's network interface. The path of a slow pair is slow behind the interfaces, so it
+        does not delay other pairs."""
+        pair, seconds = (source.name, reader.name), tokens / self.setup.speed.nic_tokens_per_s
+        end = max(self._now, source.nic_free_at, reader.nic_free_at) + seconds
         source.nic_free_at = reader.nic_free_at = end
+        idle_at = self._idle_at.get(pair, 0.0)
+        if pair == self._slow_pair and self.setup.slow_pair != 1:
+            end = max(end - seconds, idle_at) + seconds * self.setup.slow_pair
+        self._idle_at[pair] = end
+        busy = end - max(self._now, idle_at)
+        moved = TransferTotals(1, tokens, end - self._now, busy)
+        self._totals[pair] = self._totals.get(pair, TransferTotals()).plus(moved)
         return end
 
     def _restart(self) -> None:

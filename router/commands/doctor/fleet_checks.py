@@ -30,6 +30,7 @@ from router.fleet.fleet import facts_of
 from router.fleet.kv_facts import SECRET_NONE, Difference
 from router.fleet.kv_protocol import NIXL, SGLANG, TRTLLM
 from router.fleet.metrics_page import METRICS_PATH
+from router.fleet.pair_rates import SLOW_CURE, PairRates, find_slow, rate_text
 from router.fleet.partners import FindingKind, find_difference
 from router.fleet.probes import json_of
 from router.http_client.errors import UpstreamError
@@ -98,6 +99,7 @@ async def open_fleet(settings: Settings) -> AsyncIterator[RouterState]:
     """Build a router that does not listen or probe, and wait for its sources. Raises
     SettingsError."""
     state = state_of(build(settings.model_copy(update=QUIET)))
+    state.gateway.fleet.pair_rates = PairRates(from_start=True)
     discovery = asyncio.create_task(state.registry.run())
     try:
         await state.registry.wait_for_sources(LISTING_TIMEOUT_S)
@@ -152,6 +154,8 @@ async def check_fleet(
 
     for found in await asyncio.gather(*(retried(partial(test, pair)) for pair in pairs)):
         checks += found
+    if not reached:  # else the router knows the rates of the last minute
+        checks += await check_pair_rates(state)
     return checks
 
 
@@ -234,6 +238,23 @@ def choose_pairs(engines: Sequence[Engine]) -> list[CheckedPair]:
         if all(pair.prefiller is not prefiller for pair in pairs):
             add([CheckedPair(prefiller, decoder) for decoder in decoders[:MAX_CHECKED_ENGINES]])
     return list(dict.fromkeys(pairs))[:MAX_CHECKED_ENGINES]
+
+
+async def check_pair_rates(state: RouterState) -> list[Check]:
+    """Check the rates at which engines have moved KV since their start."""
+    found, rates = Findings("fleet"), state.gateway.fleet.pair_rates
+    for engine in state.gateway.fleet.engines[:MAX_CONCURRENT_ENGINES]:
+        if engine.health is Health.HEALTHY:
+            with contextlib.suppress(UpstreamError):
+                await state.prober.fetch_transfers(engine)
+    known = rates.rates(now())
+    slow = find_slow(known)
+    for pair, one in slow.items():
+        found.fail("KV rate", one.describe(pair), SLOW_CURE)
+    if known and not slow:
+        least = rate_text(min(one.bytes_per_second for one in known.values()))
+        found.ok("KV rate", f"{least} or more, of {len(known)} pairs")
+    return found.checks
 
 
 async def check_pair(gateway: Gateway, pair: CheckedPair, timeout_s: float) -> list[Check]:

@@ -17,6 +17,7 @@ from router.commands.doctor.fleet_checks import TEST_PROMPT_TOKENS, find_transfe
 from router.commands.router_client import error_message, first_model_in, send
 from router.commands.status import NotMetricsError, RouterStatus, parse_metrics
 from router.fleet.engine import Engine
+from router.fleet.pair_rates import SLOW_CURE, rate_text
 from router.openai.answers import parse_object
 from router.proxy.warmup import PROMPT_TOKEN_IDS
 from router.settings import Address, Settings, SettingsError, load
@@ -103,7 +104,8 @@ class RouterChecker:
                 self.found.fail("engine", f"{name} is {engine.health}", cure)
 
     def _check_kv(self, status: RouterStatus) -> None:
-        """Report the pairs that the router avoids, and the first tokens that it has compared."""
+        """Report the pairs that the router avoids, the first tokens that it has compared, and slow
+        pairs."""
         for pair in status.avoided_pairs:
             text = f"{pair.prefiller} -> {pair.decoder} is avoided: no KV exchanged, or wrong KV"
             self.found.fail("KV pair", text, "look at the router's log for the reason")
@@ -114,6 +116,12 @@ class RouterChecker:
             self.found.fail("KV canary", text, cure)
         elif agreed:
             self.found.ok("KV canary", f"{agreed} compared first tokens agree")
+        slow = [pair for pair in status.pairs if pair.slowness]
+        for pair in slow[:MAX_LISTED]:
+            self.found.fail("KV rate", pair.describe(), SLOW_CURE)
+        if status.pairs and not slow:
+            slowest = rate_text(status.pairs[0].bytes_per_second)
+            self.found.ok("KV rate", f"{slowest} or more, of {len(status.pairs)} pairs")
 
     @property
     def reached(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from router.commands.status import (
     EngineStatus,
     GroupState,
     NotMetricsError,
+    PairStatus,
     lines,
     main,
     parse_metrics,
@@ -39,6 +40,13 @@ disagg_router_engine_draining{engine="d:1",role="decode"} 1.0
 # TYPE disagg_router_engine_prefill_tokens_per_second gauge
 disagg_router_engine_prefill_tokens_per_second{engine="p:1",role="prefill"} 31000.4
 disagg_router_engine_prefill_tokens_per_second{engine="p:2",role="prefill"} 9800.0
+# TYPE disagg_router_pair_bytes_per_second gauge
+disagg_router_pair_bytes_per_second{source="p:1",target="d:1"} 4e+10
+disagg_router_pair_bytes_per_second{source="",target="d:2"} 1.2e+09
+# TYPE disagg_router_pair_transfer_seconds gauge
+disagg_router_pair_transfer_seconds{source="p:1",target="d:1"} 0.01
+# TYPE disagg_router_pair_slowness gauge
+disagg_router_pair_slowness{source="",target="d:2"} 32.0
 # TYPE disagg_router_engine_holding gauge
 disagg_router_engine_holding{engine="p:1",role="prefill"} 4.0
 # TYPE disagg_router_group_weight gauge
@@ -81,6 +89,10 @@ def test_metrics_become_a_status() -> None:
     assert status.turns == {"hit": 3, "mismatch": 1, "new": 4}
     assert status.first_byte == {"p50": 0.5, "p90": 0.9, "p99": 1.34}
     assert status.recent_answers == 1200
+    assert status.pairs == (
+        PairStatus("", "d:2", 1.2e9, 0.0, 32.0),
+        PairStatus("p:1", "d:1", 4e10, 0.01),
+    )
 
 
 def test_a_table_says_it_to_people() -> None:
@@ -96,6 +108,8 @@ def test_a_table_says_it_to_people() -> None:
     assert "prefix loans   7 granted, 2 refused (28,672 tokens borrowed)" in said
     assert "first byte     p50 500 ms, p90 900 ms, p99 1.34 s (1,200 last answers)" in said
     assert "role     engine  state       in flight  KV leases" in said
+    assert "KV transfers   1.2 GB/s (d:2) to 40 GB/s (p:1 -> d:1)" in said
+    assert "d:2 moves KV at 1.2 GB/s, its neighbours at 38.4 GB/s" in said
     assert "prefill rate   9,800 (p:2) to 31,000 (p:1) tokens/s" in said
     assert "\x1b" not in said
     assert "\x1b[31m" in "\n".join(lines(status, None, 0, paint))
