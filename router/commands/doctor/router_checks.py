@@ -116,9 +116,9 @@ class RouterChecker:
             self.found.fail("KV canary", text, cure)
         elif agreed:
             self.found.ok("KV canary", f"{agreed} compared first tokens agree")
-        slow = [pair for pair in status.pairs if pair.slowness]
-        for pair in slow[:MAX_LISTED]:
-            self.found.fail("KV rate", pair.describe(), SLOW_CURE)
+        slow = [one for one in status.pairs if one.slowness]
+        for one in slow[:MAX_LISTED]:
+            self.found.fail("KV rate", one.describe(), SLOW_CURE)
         if status.pairs and not slow:
             slowest = rate_text(status.pairs[0].bytes_per_second)
             self.found.ok("KV rate", f"{slowest} or more, of {len(status.pairs)} pairs")
