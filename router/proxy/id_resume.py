@@ -90,7 +90,7 @@ def may_continue(body: Body) -> bool:
     return given is None or (isinstance(given, Mapping) and given.get("type") == "text")
 
 
-class Chunk(NamedTuple):
+class TextChunk(NamedTuple):
     """The ids of a chunk, the name of the field with its text, and the text."""
 
     ids: list[int]
@@ -139,11 +139,11 @@ class IdBuffer(ResumeBuffer):
         """Return the prompt's ids and those of the answer as a JSON array."""
         return b"[%b,%b]" % (self._prompt_ids, bytes(self._output_ids))
 
-    def chunks(self) -> list[Chunk]:
+    def chunks(self) -> list[TextChunk]:
         """Return the last chunks of the stream."""
         return [*_chunks_in(b"".join(self._tail))]
 
-    def cut(self, num_unsent: int, chunks: Iterable[Chunk]) -> None:
+    def cut(self, num_unsent: int, chunks: Iterable[TextChunk]) -> None:
         """Forget the last tokens, of which the client has no text. `chunks`: those that are left in
         the tail."""
         if num_unsent:
@@ -269,11 +269,11 @@ def _has_text_without_ids(block: bytes) -> bool:
     return any(chunk.text and not chunk.ids for chunk in _chunks_in(block))
 
 
-def _chunks_in(block: bytes) -> Iterator[Chunk]:
+def _chunks_in(block: bytes) -> Iterator[TextChunk]:
     for event in events_in(block, at_end=True):
         content = None if event.data is None else parse_object(event.data)
         for choice in choices_of(content or {}):
-            yield Chunk(ids_in(choice.get("token_ids")) or [], *_text_of(choice))
+            yield TextChunk(ids_in(choice.get("token_ids")) or [], *_text_of(choice))
 
 
 def _text_of(choice: Json) -> tuple[str, str]:
