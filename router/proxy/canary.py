@@ -239,8 +239,8 @@ class Canary:
         elif loads_kv:
             metrics.kv_canary.add(("disagreed",))
             self._has_differed = True
-            salted = {**run.request.body, "cache_salt": token_hex(16)}
-            run.bodies = run.bodies.of(salted)
+            run.request.body = {**run.request.body, "cache_salt": token_hex(16)}
+            run.bodies = run.bodies.of(run.request.body)
             note_load_failure(run, engine, LoadFailure(True, prefiller.name, DIFFERS, True))
             # The decode engine has answered, so it has read the KV.
             run.request.record.first_byte = answer.first_body_at

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 import orjson
 
-from router.common.exact_json import dumps
+from router.common.exact_json import dumps, number
 from router.fleet.engine import Engine
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
@@ -36,7 +36,7 @@ from router.http_client.sse import events_in, with_data
 from router.openai.answers import ERROR_KEY, FINISH_REASON, Json, choices_of, ids_in, parse_object
 from router.openai.errors import EngineError, event_of
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_TOKENS
-from router.proxy.first_token import can_hand_over
+from router.proxy.first_token import can_hand_over, wants_logprobs
 from router.proxy.internal_fields import events_without_fields
 from router.proxy.request import Body, Request
 from router.proxy.resume_buffer import ResumeBuffer
@@ -59,6 +59,8 @@ NOT_CONTINUED = (
     "guided_grammar",
     "functions",
 )
+# vLLM's max_tokens of a completion that names none. A chat without has no limit.
+DEFAULT_MAX_TOKENS = 16
 # Where the text of a chunk is.
 TEXT_FIELDS = ("content", "reasoning", "reasoning_content")
 # The last blocks of a stream, in which the end of its text is looked for.
@@ -75,6 +77,7 @@ PART_OF_CHARACTER = "\ufffd"
 IDS_BEFORE_END = b',"token_ids":['
 USUAL_END = b"]}]}\n\n"
 PROMPT_IDS = b'"prompt_token_ids":['
+SPACES = b" \t\r\n"
 CALL_KEYS = (b'"tool_calls"', b'"function_call"')
 
 
@@ -105,8 +108,8 @@ class IdBuffer(ResumeBuffer):
     """
 
     __slots__ = (
-        "_group", "_has_begun", "_hides_ids", "_num", "_num_before", "_shift", "_tail",
-        "_tail_field",
+        "_group", "_has_begun", "_hides_ids", "_num", "_num_before", "_num_bytes_before",
+        "_shift", "_tail", "_tail_field",
     )  # fmt: skip
     by_ids = True
 
@@ -115,7 +118,7 @@ class IdBuffer(ResumeBuffer):
     ) -> None:
         super().__init__(memory, engine.capabilities.render_hashes, max_resumes)
         self._hides_ids, self._group = hides_ids, engine.spec.group
-        self._num = self._num_before = 0
+        self._num = self._num_before = self._num_bytes_before = 0
         self._tail: deque[bytes] = deque(maxlen=TAIL_BLOCKS)
         self._tail_field = ""
         # What is added to the offsets in the text of log-probabilities.
@@ -139,6 +142,11 @@ class IdBuffer(ResumeBuffer):
         """Return the prompt's ids and those of the answer as a JSON array."""
         return b"[%b,%b]" % (self._prompt_ids, bytes(self._output_ids))
 
+    @property
+    def num_unseen(self) -> int | None:
+        """How many tokens have come from an engine that continues, if it has sent no text."""
+        return None if self._has_begun else self._num - self._num_before
+
     def chunks(self) -> list[TextChunk]:
         """Return the last chunks of the stream."""
         return [*_chunks_in(b"".join(self._tail))]
@@ -151,10 +159,12 @@ class IdBuffer(ResumeBuffer):
             self._memory.size -= len(self._output_ids) - len(kept)
             self._output_ids = bytearray(kept)
             self._num -= num_unsent
-        self._num_before, self._has_begun = self._num, False
+        self._num_before, self._num_bytes_before = self._num, len(self._output_ids)
+        self._has_begun = False
         last = [chunk for chunk in chunks if chunk.text]
-        self._tail_field = last[-1].field if last else ""
-        self._shift = _end_of_text(b"".join(self._tail))
+        self._tail_field = last[-1].field if last else self._tail_field
+        # The blocks have the offsets of the engine that has sent them.
+        self._shift += _end_of_text(b"".join(self._tail))
         self._tail.clear()
 
     def passing(self, block: bytes, last: bool) -> bytes:
@@ -181,7 +191,9 @@ class IdBuffer(ResumeBuffer):
         if not block.endswith(USUAL_END) or block.find(b"\n") != len(block) - 2:
             return -1
         at = block.rfind(IDS_BEFORE_END)
-        if at < 0 or block.find(PROMPT_IDS, 0, at) >= 0 or self._is_special(block):
+        if at < 0 or block.find(b"]", at) != len(block) - len(USUAL_END):
+            return -1  # there is another list behind the ids
+        if block.find(PROMPT_IDS, 0, at) >= 0 or self._is_special(block):
             return -1
         return at
 
@@ -204,6 +216,9 @@ class IdBuffer(ResumeBuffer):
             written = field[2] or field[4]
             if written != b"null":
                 if field[1] or field[3]:
+                    if not self._has_begun and not self._is_prompt(written):
+                        self._give_up()
+                        return b""
                     self._keep_prompt_ids(written[1:-1])
                 else:
                     self._keep_ids(written[1:-1])
@@ -212,6 +227,16 @@ class IdBuffer(ResumeBuffer):
         if self._hides_ids and at:
             block = passes + block[at:]
         return block if self.inner is not None else events_without_fields(block)
+
+    def _is_prompt(self, written: bytes) -> bool:
+        """Return True for the ids that the engine was to continue: it could have rendered the
+        messages instead, and would then write the answer from its start."""
+        given = b"[%b,%b]" % (self._prompt_ids, bytes(self._output_ids[: self._num_bytes_before]))
+        return written == given or written.translate(None, SPACES) == given.translate(None, SPACES)
+
+    def _give_up(self) -> None:
+        self.error = event_of(EngineError("an engine did not continue this answer"))
+        self.is_cut = self.is_full = True
 
     def _keep_ids(self, written: bytes) -> None:
         added = b",%b" % written if self._output_ids else written
@@ -229,8 +254,7 @@ class IdBuffer(ResumeBuffer):
                 passes += block[event.start : event.end]
                 continue
             if not self._has_begun and not self._begins_alike(content):
-                self.error = event_of(EngineError("an engine did not continue this answer"))
-                self.is_cut = self.is_full = True
+                self._give_up()
                 return passes
             if self._join(content):
                 passes += with_data(block[event.start : event.end], dumps(content))
@@ -303,16 +327,20 @@ def _end_of_text(block: bytes) -> int:
 async def find_cut(request: Request, engines: Sequence[Engine], buffer: IdBuffer) -> bool:
     """Cut the answer behind tokens whose whole text the client has. Return False if no such place
     is found. The first of the `engines` that answers tells the texts of ids."""
-    chunks = buffer.chunks()
-    with_text = [number for number, chunk in enumerate(chunks) if chunk.text]
+    chunks, body = buffer.chunks(), request.body
+    is_told = body.get(RETURN_TOKEN_IDS) is True or wants_logprobs(body.get("logprobs"))
+    if (unseen := buffer.num_unseen) is not None:  # the last engine has failed at once
+        if unseen and is_told:
+            return False
+        buffer.cut(unseen, ())
+        return True
+    with_text = [at for at, chunk in enumerate(chunks) if chunk.text]
     if not with_text:
         return False
     # The last text, and the ids that came with it and since: a character may be in several chunks.
     text = chunks[with_text[-1]].text
     begin = with_text[-2] + 1 if len(with_text) > 1 else 0
     ids = [one for chunk in chunks[begin:] for one in chunk.ids]
-    body = request.body
-    is_told = body.get(RETURN_TOKEN_IDS) is True or body.get("logprobs") not in (None, False)
     for num in range(len(ids), max(0, len(ids) - MAX_UNSENT_TOKENS - 1), -1):
         unsent = len(ids) - num
         if unsent and is_told:  # what the client has of these tokens would come again
@@ -345,14 +373,19 @@ async def _is_text_of(
 def continuing_body(body: Body, buffer: IdBuffer) -> Body | None:
     """Return the client's body for the rest of its answer; None if nothing may follow. A chat's ids
     are not in it."""
+    is_chat = "messages" in body
     changed: Body = {}
-    for name in (MAX_TOKENS, MAX_COMPLETION_TOKENS):
-        if type(body.get(name)) is int:
-            changed[name] = body[name] - buffer.num_tokens
-            if changed[name] < 1:
-                return None
+    # As in vLLM: only chats know the second name, which takes precedence.
+    name = MAX_TOKENS
+    if is_chat and body.get(MAX_COMPLETION_TOKENS) is not None:
+        name = MAX_COMPLETION_TOKENS
+    most = number(body.get(name, None if is_chat else DEFAULT_MAX_TOKENS))
+    if most is not None:
+        changed[name] = int(most) - buffer.num_tokens
+        if changed[name] < 1:
+            return None
     if type(body.get(MIN_TOKENS)) is int:
         changed[MIN_TOKENS] = max(0, body[MIN_TOKENS] - buffer.num_tokens)
-    if "messages" not in body:
+    if not is_chat:
         changed["prompt"] = orjson.Fragment(buffer.continuing_ids())
     return {**body, **changed}

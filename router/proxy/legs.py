@@ -374,7 +374,9 @@ class PrefillAccount(LegAccount[PrefillAnswer]):
         """The engine has computed the prompt: learn from what it reports."""
         run, engine, params = self.run, self.engine, prefilled.params
         record, gateway, capabilities = run.request.record, run.gateway, engine.capabilities
-        record.prefill_done, record.prefill_usage = now(), prefilled.usage
+        record.prefill_done = now()
+        if run.resume.continued is None:  # its prompt is that of the client
+            record.prefill_usage = prefilled.usage
         gateway.metrics.requests.prefill_seconds.observe(record.prefill_done - self._started)
         if run.slot is not None:
             run.slot.release_prefiller()
@@ -437,7 +439,9 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         self._watch: LoadFailureWatch | None = None
         self.canary = run.canary
         if self.canary is not None and (
-            threshold or not self.canary.compares(run.prefiller is not None)
+            threshold
+            or run.resume.continued is not None
+            or not self.canary.compares(run.prefiller is not None)
         ):
             self.canary = None
         if engine.ranks or (reuse is not None and reuse.rank is not None):

@@ -125,7 +125,9 @@ async def deliver(run: Run, answer: EngineAnswer, validator: StreamValidator | N
     finally:
         if buffer is not None:
             record.streamed_tokens = buffer.num_tokens
-        end = b"".join(answer.recent or ())
+        # An engine that continues by ids counts a longer prompt than the client's.
+        end = b"" if buffer is None else buffer.last[-USAGE_SEARCH_BYTES:]
+        end = end or b"".join(answer.recent or ())
         if end.rfind(b'"usage"') >= 0:
             record.usage = stream_usage(end) if answer.is_event_stream else usage_in(end)
     if buffer is not None:
@@ -234,6 +236,8 @@ async def _relay_turn(
     if buffer is not None:
         if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
+            if tail.ids is not None and buffer.by_ids:
+                tail.ids.cut(buffer.num_tokens)
         _record(buffer, gateway.metrics, tail)
         answer.tap = answer.resume_buffer = buffer
     else:

@@ -183,7 +183,8 @@ class Run(Struct, eq=False):
         if self.plan.reuse is None:
             return None
         self.offer = self.plan.reuse.offer(prefiller, self.prompt_ids)
-        if self.is_turn_spent:
+        continued = self.resume.continued
+        if self.is_turn_spent or (continued is not None and continued.by_ids):
             self.offer = SPENT_TURN
         return self.offer.params
 

@@ -197,7 +197,7 @@ async def pull(run: Run) -> None:
             require_short_prompt(run)
             return await decode_only(run, "tokens_differ")
         run.prefiller = prefiller
-        if not run.request.model:
+        if not run.request.model and run.resume.continued is None:
             run.take_model(prefilled.model)
         if hands_over:
             run.gateway.metrics.handed_over.add((prefilled.prepare_hand_over(),))

@@ -35,6 +35,10 @@ class StreamedIds:
     def passing(self, block: bytes) -> bytes:
         return block if block.find(MARK) < 0 else FIELDS.sub(self._take, block)
 
+    def cut(self, num_tokens: int) -> None:
+        """Forget the ids behind the first ones of the answer: another engine samples them again."""
+        del self._output[num_tokens:]
+
     @property
     def all(self) -> list[int] | None:
         """The ids of prompt and answer, None if the engine has not reported both."""

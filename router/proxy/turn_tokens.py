@@ -103,6 +103,8 @@ async def find_prompt_ids(run: Run, prefiller: Engine) -> None:
     reuse = run.plan.reuse
     if run.prompt_ids is not None or reuse is None or run.is_turn_spent:
         return
+    if run.resume.continued is not None:  # the prompt has a part of the answer
+        return
     if not reuse.needs_tokens(prefiller):
         return
     body = run.request.body
@@ -144,7 +146,9 @@ def check_prompt_ids(run: Run, prefiller: Engine, prefilled: PrefillAnswer) -> b
         )
         proofs.add(prefiller.group, shape, TokenProof(prefiller, prefiller.capabilities))
         return False
-    if ids is None or proofs.find(prefiller.group, shape) is not None:
+    if ids is None or run.resume.continued is not None:
+        return True
+    if proofs.find(prefiller.group, shape) is not None:
         return True
     proof = TokenProof(prefiller, prefiller.capabilities)
     proof.task = run.gateway.tasks.spawn(_prove(run.request, proof, ids))

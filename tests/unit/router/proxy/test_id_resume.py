@@ -9,10 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-from router.proxy.id_resume import may_continue
+from router.proxy.id_resume import IdBuffer, may_continue
+from router.telemetry.record import Record
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.harness import Router
+from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import PARAMS, running_engine
 
 PROMPT = [1, 2, 70_000]
@@ -34,12 +35,15 @@ class Faults:
     """Of all decode engines: the next streams end behind so many tokens."""
 
     ends: list[int] = field(default_factory=list)
+    has_usage: bool = True
     together: int = 1
     """Tokens in a chunk."""
     deltas: list[str] = field(default_factory=list)
     """The field of the text in the next chats."""
     streams: list[dict[str, Any]] = field(default_factory=list)
     """The bodies of all streams."""
+    rendered: list[str] = field(default_factory=list)
+    """Engines that render a chat's messages, whatever ids they are given."""
     asked: list[list[int]] = field(default_factory=list)
     """The ids whose text the router has asked for."""
 
@@ -54,14 +58,19 @@ class Stock:
         if request.path == "/detokenize":
             self.faults.asked.append(body["tokens"])
             return await peer.answer({"prompt": decoded(body["tokens"])})
+        if body.get("prompt") == [1]:  # it releases KV
+            return await peer.answer({"choices": []})
         is_chat, params = "messages" in body, body.get("kv_transfer_params") or {}
         given = params.get("prompt_token_ids") if is_chat else body["prompt"]
+        given = None if self.name in self.faults.rendered else given
         prompt = given if isinstance(given, list) else PROMPT
         begun = prompt[len(PROMPT) :]
         assert [*prompt[: len(PROMPT)], *begun] == PROMPT + ANSWER[: len(begun)]
         if not body.get("stream"):
             first = {"text": "x", "message": {"content": "x"}, "finish_reason": "length"}
-            return await peer.answer({"choices": [first], "kv_transfer_params": PARAMS})
+            usage = {"prompt_tokens": len(prompt)}
+            content = {"model": "m", "choices": [first], "usage": usage}
+            return await peer.answer(content | {"kv_transfer_params": PARAMS})
         self.faults.streams.append(body)
         ends = self.faults.ends.pop(0) if self.faults.ends else len(ANSWER)
         delta = self.faults.deltas.pop(0) if self.faults.deltas else "content"
@@ -88,7 +97,8 @@ class Stock:
                 choice["prompt_token_ids"] = None if at else prompt
             await self._send(peer, [choice | ({"token_ids": ids} if shown else {})])
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(rest)}
-        await self._send(peer, [], usage=usage)
+        if self.faults.has_usage:
+            await self._send(peer, [], usage=usage)
         await peer.send(chunk(DONE) + b"0\r\n\r\n")
 
     async def _send(self, peer: Peer, given: list[dict[str, Any]], **fields: Any) -> None:
@@ -105,6 +115,12 @@ async def d2() -> AsyncIterator[MockEngine]:
 
 
 @pytest.fixture
+async def d4() -> AsyncIterator[MockEngine]:
+    async with running_engine(Stock("4", Faults()).script) as engine:
+        yield engine
+
+
+@pytest.fixture
 def faults(p: MockEngine, d: MockEngine, d2: MockEngine) -> Faults:
     made = Faults()
     for name, engine in zip("pdD", (p, d, d2), strict=True):
@@ -117,6 +133,10 @@ def start_router(
     start_router: StartRouter, faults: Faults, d: MockEngine, d2: MockEngine
 ) -> StartRouter:
     return functools.partial(start_router, ds=[d, d2], identified=True)
+
+
+async def no_models(request: Received, peer: Peer) -> None:
+    await peer.answer({"detail": "Not Found"}, 404)
 
 
 async def chat(router: Router, **fields: Any) -> httpx.Response:
@@ -211,6 +231,118 @@ async def test_client_does_not_get_a_token_twice(
     faults.ends = [3]
     assert is_broken(await chat(router, **fields))
     assert len(faults.streams) == 1
+
+
+async def test_client_does_not_get_the_logprob_of_a_token_twice(
+    start_router: StartRouter, faults: Faults
+) -> None:
+    router = await start_router()
+    faults.ends = [3]
+    assert is_broken(await router.stream(logprobs=0))
+
+
+@pytest.mark.parametrize("ends", [[2, 0], [2, 1], [2, 2], [1, 3], [2, 0, 0]])
+async def test_stream_goes_on_after_several_failures(
+    start_router: StartRouter, faults: Faults, d: MockEngine, d2: MockEngine, d3: MockEngine,
+    d4: MockEngine, ends: list[int],
+) -> None:  # fmt: skip
+    for name, engine in zip("34", (d3, d4), strict=True):
+        engine.usual, engine.pages["/version"] = Stock(name, faults).script, VERSION
+    router = await start_router(ds=[d, d2, d3, d4], max_resumes=3)
+    faults.ends = [*ends]
+    answer = await router.stream(logprobs=1 if ends != [2, 1] else None, max_tokens=7)
+    assert text_in(answer) == TEXT
+    if ends != [2, 1]:
+        offsets = [one["logprobs"]["text_offset"][0] for one in choices(answer)]
+        assert offsets == [sum(len(TEXTS[one]) for one in ANSWER[:at]) for at in range(7)]
+    assert events(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
+    assert router.gateway.memory.resume_buffers.size == 0
+
+
+@pytest.mark.parametrize("with_usage", [False, True])
+async def test_tokens_are_counted_as_those_of_one_stream(
+    start_router: StartRouter, faults: Faults, with_usage: bool
+) -> None:
+    router = await start_router()
+    ended: list[Record] = []
+    router.gateway.records.add_reader(ended.extend)
+    faults.ends, faults.has_usage = [4], with_usage
+    assert text_in(await chat(router)) == TEXT
+    await eventually(lambda: ended)
+    assert ended[0].tokens[:2] == (3, 7 if with_usage else None)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "most"),
+    [
+        ("completions", {}, 14),  # vLLM's default is 16
+        ("completions", {"max_tokens": None}, None),
+        ("completions", {"max_tokens": 7.0}, 5),
+        ("completions", {"max_tokens": 7, "max_completion_tokens": 1}, 5),
+        ("chat/completions", {}, None),
+        ("chat/completions", {"max_tokens": 1, "max_completion_tokens": 9}, 1),
+    ],
+)
+async def test_answer_is_no_longer_than_without_a_failure(
+    start_router: StartRouter, faults: Faults, path: str, fields: dict[str, Any], most: int | None
+) -> None:
+    router = await start_router()
+    faults.ends = [2]
+    body = {"prompt": "hello"} if path == "completions" else {"messages": MESSAGES}
+    answer = await router.client.post(f"/v1/{path}", json={**body, "stream": True, **fields})
+    assert text_in(answer) == TEXT
+    _, second = faults.streams
+    assert second.get("max_tokens") == most
+    if path != "completions" and fields:
+        assert second["max_completion_tokens"] == 7
+
+
+async def test_engine_that_renders_the_messages_instead_does_not_continue(
+    start_router: StartRouter, faults: Faults
+) -> None:
+    router = await start_router()
+    faults.ends, faults.rendered = [2], ["D"]
+    answer = await chat(router)
+    assert is_broken(answer)
+    assert answer.text.count("one ") == 1
+    assert router.metric("resumes_total", kind="broken_answer", outcome="resumed") == 1
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+async def test_list_behind_the_ids_is_none_of_them(
+    start_router: StartRouter, d: MockEngine, pieces: int
+) -> None:
+    router = await start_router()
+    memory = router.gateway.memory.resume_buffers
+    buffer = IdBuffer(memory, router.engine(d), max_resumes=1, hides_ids=True)
+    buffer.passing(b'data: {"choices":[],"prompt_token_ids":[1]}\n\n', last=False)
+    event = b'data: {"choices":[{"text":"a","token_ids":[7],"experts":[8]}]}\n\n'
+    for _ in range(2):
+        passed = buffer.passing(event * pieces, last=False)
+        assert passed == event.replace(b',"token_ids":[7]', b"") * pieces
+    assert buffer.continuing_ids() == b"[1%b]" % (b",7" * 2 * pieces)
+    buffer.close()
+    assert memory.size == 0
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_prefill_engine_joins_when_a_lone_decode_engine_has_failed(
+    start_router: StartRouter, faults: Faults, p: MockEngine, d: MockEngine, d2: MockEngine,
+    path: str,
+) -> None:  # fmt: skip
+    for engine in (p, d, d2):
+        engine.listing = no_models  # so requests need not name one
+    router = await start_router()
+    faults.ends = [2]
+    body: dict[str, Any] = {"prompt": "hello"}
+    if path != "completions":
+        body = {"messages": MESSAGES}
+    body |= {"cache_hit_threshold": 0.5, "stream": True, "max_tokens": 7}
+    assert text_in(await router.client.post(f"/v1/{path}", json=body)) == TEXT
+    assert p.requests
+    first, second = faults.streams
+    assert "kv_transfer_params" not in first
+    assert second["max_tokens"] == 5
 
 
 async def test_several_tokens_in_a_chunk(start_router: StartRouter, faults: Faults) -> None:
