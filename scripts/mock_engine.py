@@ -21,7 +21,7 @@ import ssl
 import struct
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, cast
@@ -409,9 +409,18 @@ def _answer(text: str) -> dict[str, Any]:
     return {**_completion("chat.completion", choice), "usage": usage}
 
 
-def _event(delta: dict[str, str], finish: str | None, comments: bytes = b"") -> bytes:
-    choice = {"delta": delta, "logprobs": None, "finish_reason": finish}
-    content = json.dumps(_completion("chat.completion.chunk", choice)).encode()
+def _event(
+    delta: dict[str, str],
+    finish: str | None,
+    comments: bytes = b"",
+    *,
+    more: Mapping[str, Any] | None = None,
+    fields: Mapping[str, Any] | None = None,
+) -> bytes:
+    """Return a chunk of a chat's stream. `more`: fields of its choice; `fields`: its own."""
+    choice = {"delta": delta, "logprobs": None, "finish_reason": finish, **(more or {})}
+    made = {**_completion("chat.completion.chunk", choice), **(fields or {})}
+    content = json.dumps(made, separators=(",", ":")).encode()
     return chunk(comments + b"data: " + content + b"\n\n")
 
 
@@ -431,6 +440,8 @@ class PacedEngine:
     decoder has begun (docs/wire-protocol.md)."""
     is_drill: bool = False
     rng: random.Random = field(default_factory=random.Random)
+    is_stock: bool = False
+    """Like stock vLLM it reports token IDs in its chunks, if it is asked to."""
     fault: Fault = Fault.NONE
     asked_at: list[float] = field(default_factory=list)
     """Monotonic times of a drill's chats since the last switch."""
@@ -444,6 +455,13 @@ class PacedEngine:
     def chunks(self, count: int, has_tokens: bool) -> list[bytes]:
         """Return the chunks of an answer outside drills, without its end."""
         made = self._bursts.get((count, has_tokens))
+        if made is None and self.is_stock:
+            ids = {"token_ids": [7]} if has_tokens else {}
+            prompt = {"prompt_token_ids": [1] * 100} if has_tokens else {}
+            made = [_event({"role": "assistant", "content": ""}, None, fields=prompt)]
+            made += [_event({"content": " tok"}, None, more=ids)] * count
+            made += [_event({}, "stop", more=ids)]
+            self._bursts[count, has_tokens] = made
         if made is None:
             token = b": token_ids BwAA\n" if has_tokens else b""
             first = b": prompt_token_ids AQAA\n" + token if has_tokens else b""
@@ -485,6 +503,8 @@ class PacedConnection(EngineConnection):
             self._end(whole(engine.switch(path.removeprefix(CHAOS).decode())))
         else:
             pages = {b"/health": {}, b"/v1/models": MODELS, b"/disagg/identity": engine.identity}
+            if engine.is_stock:
+                pages[b"/version"] = {"version": "0.33.0"}
             found = path in pages or not engine.is_drill
             status = "200 OK" if found else "404 Not Found"
             self._end(whole(pages.get(path, {}), status))
@@ -505,6 +525,7 @@ class PacedConnection(EngineConnection):
             return
         params = wanted.get("kv_transfer_params") or {}
         has_tokens = self._engine.is_resumable and bool(params.get("tell_token_ids"))
+        has_tokens = has_tokens or wanted.get("return_token_ids") is True
         chunks = self._engine.chunks(int(wanted["max_tokens"]), has_tokens)
         if not wanted.get("seed"):
             self.transport.write(STREAM_HEAD + b"".join(chunks) + self._engine.last)
@@ -592,12 +613,16 @@ def main() -> None:
     parser.add_argument("role", choices=("prefill", "decode", "pair"), help="pair: one of each")
     parser.add_argument("port", type=int, nargs="?", default=0, help="0: any, and it is printed")
     parser.add_argument("--resumable", action="store_true", help="name tokens, resume streams")
+    parser.add_argument("--stock", action="store_true", help="name tokens as stock vLLM does")
     parser.add_argument("--drill", metavar="SEED", help="repeat nonces; can be made to fail")
     options = parser.parse_args()
     is_drill, rng = options.drill is not None, random.Random(options.drill)
     roles = ("prefill", "decode") if options.role == "pair" else (options.role,)
     engines = [
-        PacedEngine(role == "decode", options.resumable or is_drill, is_drill, rng)
+        PacedEngine(
+            *(role == "decode", options.resumable or is_drill, is_drill, rng),
+            is_stock=options.stock,
+        )
         for role in roles
     ]
     import uvloop  # absent where tests/clients imports this module

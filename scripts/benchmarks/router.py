@@ -308,7 +308,7 @@ def opened(options: argparse.Namespace) -> Iterator[Session]:
         family = ChildProcesses(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         stack.callback(family.stop)
         command = [sys.executable, "-m", "scripts.mock_engine", "pair"]
-        command += ["--resumable"] * options.resumable
+        command += [f"--{options.resumable}"] if options.resumable else []
         engines = family.start("engines", command, "", cores=others)
         while not engines.log_lines():
             engines.check()
@@ -432,7 +432,9 @@ def _parser() -> argparse.ArgumentParser:
         help="a checkout's work tree (this one), or vllm-router's environment (.venv-peers/NAME)"
         )  # fmt: skip
     add("--peer-flag", action="append", default=[], metavar="=FLAG", help="one more for the peer")
-    add("--resumable", action="store_true", help="engines name the tokens of their streams")
+    add("--resumable", nargs="?", const="resumable", choices=("resumable", "stock"),
+        help="engines name the tokens of their streams: ours (default), or stock vLLM"
+        )  # fmt: skip
     add("--only", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
     add("--rounds", type=positive, default=5, help="runs of each contestant and case (5)")
     add("--share", type=float, default=1.0, help="of the usual number of requests (1)")

@@ -4,11 +4,13 @@ import functools
 import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from router.http_client.answer_limits import MemoryBudget
 from router.proxy.id_resume import IdBuffer, may_continue
 from router.telemetry.record import Record
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
@@ -439,3 +441,53 @@ async def test_text_that_is_not_proven_is_not_continued(
     faults.ends = [2]
     assert is_broken(await chat(router))
     assert router.metric("resumes_total", kind="broken_answer", outcome="given_up") == 1
+
+
+def buffered(*blocks: bytes, hides_ids: bool = True) -> tuple[IdBuffer, bytes]:
+    engine = SimpleNamespace(
+        capabilities=SimpleNamespace(render_hashes={}), spec=SimpleNamespace(group="")
+    )
+    buffer = IdBuffer(MemoryBudget(0), engine, 2, hides_ids)  # type: ignore[arg-type]
+    buffer.start_leg(None)
+    return buffer, b"".join(buffer.passing(block, False) for block in blocks)
+
+
+def event(ids: str | None, text: str = "x", **fields: Any) -> bytes:
+    choice = {"index": 0, "text": text, "finish_reason": None}
+    written = json.dumps({"id": "a", "created": 1, "choices": [choice | fields]})
+    written = written.replace(", ", ",").replace(": ", ":")
+    if ids is not None:
+        written = written.removesuffix("}]}") + f',"token_ids":{ids}}}]}}'
+    return f"data: {written}\n\n".encode()
+
+
+BEGIN = event("[7]", prompt_token_ids=[1, 2])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "ids"),
+    [
+        ([event("[8]"), event("[9,10]")], b"[1,2,7,8,9,10]"),
+        ([event("[8]") + event("[9]")], b"[1,2,7,8,9]"),
+        ([event("[]", ""), event("[8]")], b"[1,2,7,8]"),
+        ([event("[8]") + event("[]", "")], b"[1,2,7,8]"),
+        ([event("null", ""), event("[ 8 , 9 ]")], b"[1,2,7, 8 , 9 ]"),
+        ([event("[8]").replace(b"\n", b"\r\n")], b"[1,2,7,8]"),
+        ([event("[8]", ',"token_ids":[5]}]}')], b"[1,2,7,8]"),
+    ],
+)
+def test_ids_are_kept_and_taken_out(blocks: list[bytes], ids: bytes) -> None:
+    buffer, passed = buffered(BEGIN, *blocks)
+    assert buffer.can_resume
+    assert buffer.continuing_ids() == ids
+    assert buffer.num_tokens == len(json.loads(ids)) - 2
+    assert b'token_ids":' not in passed
+    shown = buffered(BEGIN, *blocks, hides_ids=False)[1]
+    assert shown == b"".join((BEGIN, *blocks))
+
+
+@pytest.mark.parametrize(
+    "gap", [event(None), event("[]"), event("null"), event("[8]") + event(None)]
+)
+def test_text_without_ids_is_a_gap(gap: bytes) -> None:
+    assert not buffered(BEGIN, gap, event("[9]"))[0].can_resume
