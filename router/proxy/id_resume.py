@@ -12,8 +12,9 @@ What such an engine cannot know:
 * Text that no client has. The detokenizer holds a part of a character back, and a tool parser what
   may begin a call. So the answer is cut behind tokens whose text was sent as a whole: /detokenize
   shows it for the last ones (`_sent_ids`). What follows is computed again.
-* Penalties and stop strings, which look at generated tokens only; a grammar, or a call of a tool,
-  that has begun. Such answers are not continued (`may_continue`), and end with an error.
+* Penalties and stop strings, which look at generated tokens only, and a grammar that has begun. If
+  such an answer is greedy, it is given once more (`replay_buffer`), else it ends with an error. So
+  does one in which a call of a tool has begun.
 * The state of a reasoning parser. It follows from the prompt's ids in most parsers. A stream that
   goes on in another field than it broke off (content, reasoning) ends with an error.
 
@@ -116,7 +117,7 @@ class IdBuffer(ResumeBuffer):
         "_group", "_has_begun", "_hides_ids", "_num", "_num_before", "_num_bytes_before",
         "_shift", "_tail", "_tail_field",
     )  # fmt: skip
-    by_ids = True
+    by_request = True
 
     def __init__(
         self, memory: MemoryBudget, engine: Engine, max_resumes: int, hides_ids: bool

@@ -41,6 +41,7 @@ from router.proxy.answer_check import (
     passthrough_content,
     preemption_in,
 )
+from router.proxy.id_resume import IdBuffer
 from router.proxy.kv_params import with_field
 from router.proxy.kv_protocols.protocol import LegPair
 from router.proxy.leg_errors import (
@@ -122,7 +123,7 @@ async def prefill_leg(
         else:
             transfer_id = "" if pair is None else pair.transfer_id
             continued = None if run.resume.buffer is None else run.resume.continued
-            begun = None if continued is None or continued.by_ids else continued
+            begun = None if continued is None or continued.by_request else continued
             body = run.bodies.prefill(last_turn, transfer_id, hands_over, begun, loan_field)
         if run.canary is not None:
             is_usable = not hands_over and run.resume.continued is None
@@ -479,8 +480,7 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         if self.loan is not None:
             params = with_field(params, self.loan.field)
         is_whole = request.exact_stream and run.plan.reuse is not None
-        buffer = self.params.buffer
-        by_ids = buffer is not None and buffer.by_ids
+        by_ids = isinstance(self.params.buffer, IdBuffer)
         return run.bodies.decode(params, self.threshold, is_whole, run.retains_turn, by_ids)
 
     def answered(self) -> None:

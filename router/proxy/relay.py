@@ -50,6 +50,7 @@ from router.proxy.answer_check import (
 )
 from router.proxy.exchange import Header
 from router.proxy.gateway import Gateway
+from router.proxy.id_resume import IdBuffer
 from router.proxy.internal_fields import (
     answer_without_internal_fields,
     hide_fields_of_long_answer,
@@ -236,7 +237,7 @@ async def _relay_turn(
     if buffer is not None:
         if isinstance(buffer.inner, TurnTail):  # another engine has sent the beginning
             tail = buffer.inner
-            if tail.ids is not None and buffer.by_ids:
+            if tail.ids is not None and isinstance(buffer, IdBuffer):
                 tail.ids.cut(buffer.num_tokens)
         _record(buffer, gateway.metrics, tail)
         answer.tap = answer.resume_buffer = buffer

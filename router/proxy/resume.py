@@ -30,6 +30,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.id_resume import IdBuffer, may_continue
 from router.proxy.kv_params import KvParams, with_field
 from router.proxy.messages import error_text
+from router.proxy.replay_buffer import ReplayBuffer, may_replay
 from router.proxy.request import AS_SENT, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.retry import LegError
@@ -155,9 +156,9 @@ class ResumeState(Struct, eq=False):
             params = params if is_meant else params.without_generated_tokens()
         request, capabilities = self._request, decoder.capabilities
         reports_begun = capabilities.supports_resume and capabilities.reports_token_ids
-        by_ids = capabilities.takes_token_ids and not reports_begun
-        if by_ids if continued is None else continued.by_ids:
-            return DecodeParams(params, self._id_buffer(decoder))
+        by_request = capabilities.takes_token_ids and not reports_begun
+        if by_request if continued is None else continued.by_request:
+            return DecodeParams(params, continued or self._stock_buffer(decoder))
         if continued is not None:
             params = with_field(params, b'"begun":' + continued.begun())
         may_move = continued is not None or self._may_move(decoder)
@@ -175,23 +176,21 @@ class ResumeState(Struct, eq=False):
         params = with_field(params, b'"hand_back":%s' % (b"true" if may_return else b"false"))
         return DecodeParams(params, buffer, may_return)
 
-    def _id_buffer(self, decoder: Engine) -> IdBuffer | None:
-        """Return the buffer for a stream of stock vLLM, None if no other engine could continue."""
-        request, gateway, buffer = self._request, self._gateway, self.continued
-        if isinstance(buffer, IdBuffer):
-            return buffer
-        body = request.body
+    def _stock_buffer(self, decoder: Engine) -> ResumeBuffer | None:
+        """Return a buffer for a stream of stock vLLM, None if no other engine could continue."""
+        request, limits, body = self._request, self._gateway.limits, self._request.body
         if (
-            not gateway.limits.max_resumes
+            not limits.max_resumes
             or request.decode_only_reason
             or request.exact_stream
             or body.get("stream") is not True
-            or not may_continue(body)
         ):
             return None
-        hides_ids = body.get(RETURN_TOKEN_IDS) is not True and not self.keeps_ids
-        memory, max_resumes = gateway.memory.resume_buffers, gateway.limits.max_resumes
-        return IdBuffer(memory, decoder, max_resumes, hides_ids)
+        memory = self._gateway.memory.resume_buffers
+        if may_continue(body):
+            hides_ids = body.get(RETURN_TOKEN_IDS) is not True and not self.keeps_ids
+            return IdBuffer(memory, decoder, limits.max_resumes, hides_ids)
+        return ReplayBuffer(memory, limits.max_resumes) if may_replay(body) else None
 
     def take_buffer(self, buffer: ResumeBuffer | None) -> None:
         """Let the leg that begins fill this buffer."""
@@ -279,5 +278,7 @@ def can_continue(engine: Engine, role: EngineRole, buffer: ResumeBuffer) -> bool
     capabilities = engine.capabilities
     if isinstance(buffer, IdBuffer):
         return buffer.is_continued_by(engine)
+    if buffer.by_request:
+        return True
     reports_ids = role is PREFILL or capabilities.reports_token_ids
     return capabilities.supports_resume and reports_ids and renders_alike(engine, buffer.renders)

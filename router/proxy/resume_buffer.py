@@ -77,8 +77,9 @@ class ResumeBuffer:
                  "_output_ids", "_prompt_ids", "_renamings", "_unsent", "error", "first_byte",
                  "inner", "is_cut", "is_full", "is_preempted", "last", "num_resumes", "renders",
                  "resume_cause")  # fmt: skip
-    by_ids: ClassVar[bool] = False
-    """Another engine continues by a request of its own (`id_resume`), and not by `begun`."""
+    by_request: ClassVar[bool] = False
+    """Another engine gets a request like the client's, and no `begun` (`id_resume`,
+    `replay_buffer`)."""
 
     def __init__(self, memory: MemoryBudget, renders: Mapping[str, str], max_resumes: int) -> None:
         self.renders = renders

@@ -184,7 +184,7 @@ class Run(Struct, eq=False):
             return None
         self.offer = self.plan.reuse.offer(prefiller, self.prompt_ids)
         continued = self.resume.continued
-        if self.is_turn_spent or (continued is not None and continued.by_ids):
+        if self.is_turn_spent or (continued is not None and continued.by_request):
             self.offer = SPENT_TURN
         return self.offer.params
 
@@ -333,7 +333,7 @@ def change_group(run: Run) -> bool:
         return False
     run.route.end_feedback()
     run.route = found
-    if run.resume.continued is None or not run.resume.continued.by_ids:
+    if run.resume.continued is None or not run.resume.continued.by_request:
         run.take_prompt_ids(None)  # another group may have another tokenizer
     run.request.record.group = found.group
     return True

@@ -27,8 +27,10 @@ FIELDS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.3},
     "least length": {"ignore_eos": False, "min_tokens": LONG - 5},
     "biased": {"logit_bias": {"101": 2.0, "10": -100}},
+    "stop strings": {"stop": ["zqzq", "}{", "abc"]},
+    "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4},
 }
-"""What requests ask for besides."""
+"""What requests ask for besides. The last two are answered once more from the beginning."""
 NOT_SPECIAL = {str(token): -100 for token in range(256, 259)}
 """A client that has the id of a token without a text would get it twice: not continued there."""
 
