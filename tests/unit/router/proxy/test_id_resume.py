@@ -46,6 +46,8 @@ class Faults:
     """The bodies of all streams."""
     rendered: list[str] = field(default_factory=list)
     """Engines that render a chat's messages, whatever ids they are given."""
+    firsts: list[int] = field(default_factory=list)
+    """The first tokens of the next prefills."""
     asked: list[list[int]] = field(default_factory=list)
     """The ids whose text the router has asked for."""
 
@@ -57,6 +59,8 @@ class Stock:
 
     async def script(self, request: Received, peer: Peer) -> None:
         body = request.json
+        if request.path == "/tokenize":
+            return await peer.answer({"tokens": PROMPT})
         if request.path == "/detokenize":
             self.faults.asked.append(body["tokens"])
             return await peer.answer({"prompt": decoded(body["tokens"])})
@@ -69,9 +73,17 @@ class Stock:
         begun = prompt[len(PROMPT) :]
         assert [*prompt[: len(PROMPT)], *begun] == PROMPT + ANSWER[: len(begun)]
         if not body.get("stream"):
-            first = {"text": "x", "message": {"content": "x"}, "finish_reason": "length"}
+            first: dict[str, Any] = {"text": "x", "message": {"content": "x"}}
+            first["finish_reason"] = "length"
             usage = {"prompt_tokens": len(prompt)}
-            content = {"model": "m", "choices": [first], "usage": usage}
+            content: dict[str, Any] = {"model": "m", "choices": [first], "usage": usage}
+            if body.get("return_token_ids"):
+                content["prompt_token_ids"] = prompt
+            if self.faults.firsts:
+                name = f"token_id:{self.faults.firsts.pop(0)}"
+                listed = [{"token": one, "logprob": -9} for one in ("token_id:1", "token_id:2")]
+                entry = {"token": name, "logprob": -0.1, "top_logprobs": listed}
+                first["logprobs"] = {"content": [entry]}
             return await peer.answer(content | {"kv_transfer_params": PARAMS})
         self.faults.streams.append(body)
         ends = self.faults.ends.pop(0) if self.faults.ends else len(ANSWER)
@@ -97,7 +109,8 @@ class Stock:
                 choice["finish_reason"] = "length"
             if shown and not is_chat:
                 choice["prompt_token_ids"] = None if at else prompt
-            await self._send(peer, [choice | ({"token_ids": ids} if shown else {})])
+            retained = {"kv_transfer_params": PARAMS} if choice.get("finish_reason") else {}
+            await self._send(peer, [choice | ({"token_ids": ids} if shown else {})], **retained)
         usage = {"prompt_tokens": len(prompt), "completion_tokens": len(rest)}
         if self.faults.has_usage:
             await self._send(peer, [], usage=usage)
@@ -325,6 +338,52 @@ async def test_list_behind_the_ids_is_none_of_them(
     assert buffer.continuing_ids() == b"[1%b]" % (b",7" * 2 * pieces)
     buffer.close()
     assert memory.size == 0
+
+
+async def test_stream_continues_without_prefix_caches_after_wrong_kv(
+    start_router: StartRouter, faults: Faults
+) -> None:
+    router = await start_router(kv_canary=1e-9)
+    faults.firsts, faults.ends = [7], [len(ANSWER), 2]
+    assert text_in(await chat(router, temperature=0)) == TEXT
+    assert router.metric("kv_canary_total", outcome="disagreed") == 1
+    salts = [one.get("cache_salt") for one in faults.streams]
+    assert len(salts) == 3
+    assert salts[0] is None
+    assert salts[1] == salts[2] is not None
+
+
+@pytest.mark.parametrize("ends", [2, 3])
+@pytest.mark.parametrize("fields", [{}, {"cache_hit_threshold": 0.5}])
+async def test_turn_is_kept_with_the_ids_of_both_engines(
+    start_router: StartRouter,
+    faults: Faults,
+    monkeypatch: pytest.MonkeyPatch,
+    ends: int,
+    fields: dict[str, Any],
+) -> None:
+    router = await start_router(conversation_unproven="tokens")
+    kept: list[Any] = []
+    conversations = router.gateway.conversations
+    assert conversations is not None
+    keep = conversations.keep
+
+    async def note(*given: Any) -> Any:
+        kept.append(given[-1])
+        return await keep(*given)
+
+    monkeypatch.setattr(conversations, "keep", note)
+    faults.ends = [ends]
+    answer = await chat(router, conversation_id="c", **fields)
+    assert text_in(answer) == TEXT
+    assert "token_ids" not in answer.text
+    await router.settled()
+    assert kept == [PROMPT + ANSWER]
+    # The next turn offers nothing of it for a prompt with a part of an answer.
+    faults.ends = [2]
+    said = [{"role": "assistant", "content": TEXT}, *MESSAGES]
+    answer = await chat(router, messages=MESSAGES + said, conversation_id="c", **fields)
+    assert text_in(answer) == TEXT
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
