@@ -320,8 +320,8 @@ def _logged_token(logprobs: object) -> FirstToken | None:
         else:
             name, value = str(logprobs["tokens"][0]), float(logprobs["token_logprobs"][0])
             listed = [*(logprobs["top_logprobs"] or [{}])[0].items()]
-        others = {str(one): float(p) for one, p in listed if one != name and p > MASKED}
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        others = {str(one): float(p) for one, p in listed if one != name and MASKED < p <= 0}
+    except (AttributeError, IndexError, KeyError, OverflowError, TypeError, ValueError):
         return None
     if PART_OF_CHARACTER in name or not isfinite(value):  # several tokens have such a name
         return None

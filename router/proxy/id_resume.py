@@ -23,6 +23,8 @@ A sampled answer continues from another random state than the engine's that is l
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -70,6 +72,8 @@ TAIL_BLOCKS = 8
 # Tokens whose text may not have been sent: a character has four bytes, and a tool parser waits for
 # a few more.
 MAX_UNSENT_TOKENS = 8
+# Seconds in which such a place is found.
+CUT_TIMEOUT_S = 5.0
 # Engines that are asked for a text, one after another, until one answers.
 MAX_ASKED = 3
 # The text of bytes that are no character. An engine that continues behind them writes the text of
@@ -264,8 +268,12 @@ class IdBuffer(ResumeBuffer):
             if not self._has_begun and not self._begins_alike(content):
                 self._give_up()
                 return passes
-            if self._join(content):
-                passes += with_data(block[event.start : event.end], dumps(content))
+            try:
+                if self._join(content):
+                    passes += with_data(block[event.start : event.end], dumps(content))
+            except (orjson.JSONEncodeError, TypeError):  # nested too deep, or no offset
+                self._give_up()
+                return passes
         return passes
 
     def _begins_alike(self, content: Json) -> bool:
@@ -353,13 +361,15 @@ async def find_cut(request: Request, engines: Sequence[Engine], buffer: IdBuffer
     text = chunks[with_text[-1]].text
     begin = with_text[-2] + 1 if len(with_text) > 1 else 0
     ids = [one for chunk in chunks[begin:] for one in chunk.ids]
-    for num in range(len(ids), max(0, len(ids) - MAX_UNSENT_TOKENS - 1), -1):
-        unsent = len(ids) - num
-        if unsent and is_told:  # what the client has of these tokens would come again
-            return False
-        if await _is_text_of(request, engines, ids[:num], text):
-            buffer.cut(unsent, chunks)
-            return True
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(CUT_TIMEOUT_S):
+            for num in range(len(ids), max(0, len(ids) - MAX_UNSENT_TOKENS - 1), -1):
+                unsent = len(ids) - num
+                if unsent and is_told:  # what the client has of these tokens would come again
+                    return False
+                if await _is_text_of(request, engines, ids[:num], text):
+                    buffer.cut(unsent, chunks)
+                    return True
     return False
 
 

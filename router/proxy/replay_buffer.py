@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from router.common.exact_json import dumps, number
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.sse import events_in, with_data
@@ -112,7 +114,11 @@ class ReplayBuffer(ResumeBuffer):
             if not was_behind:
                 passes += block[event.start : event.end]
             elif any(is_new) or ends or not choices:
-                passes += with_data(block[event.start : event.end], dumps(content))
+                try:
+                    passes += with_data(block[event.start : event.end], dumps(content))
+                except orjson.JSONEncodeError:  # nested too deep
+                    self._give_up()
+                    return passes
         return passes
 
     def _take(self, path: Path, part: dict[str, Any], is_behind: bool) -> bool:

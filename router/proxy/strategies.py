@@ -316,7 +316,8 @@ async def transfer(run: Run) -> None:
         if prefiller is None or decoder is None or decoder is prefiller:
             if change_group(run):
                 continue
-            require_short_prompt(run)
+            if run.resume.continued is None:
+                require_short_prompt(run)
             return await decode_only(run, SAME_ENGINE if prefiller else "no_prefiller")
         protocol = protocol_of(prefiller)
         if protocol is None:  # in another group

@@ -21,8 +21,8 @@ from tests.vllm.servers import UNCACHED, Fleet, Kind
 INSTALL = Path(__file__).parents[2] / "scripts" / "install_mooncake"
 LENGTHS = (1, 31, 32, 33, 200, 1500)
 """Of prompts."""
-SOON = 20
-"""Seconds, before engines give up a transfer by themselves."""
+TIMEOUT, SOON = 30, 20
+"""Seconds after which engines give up a transfer by themselves, and a time before that."""
 LONG = 120
 """Tokens of an answer that is under way for a while."""
 
@@ -38,7 +38,7 @@ def mooncake(name: str, role: str, bootstrap_port: int, *options: str) -> Kind:
     environment = {
         "DISAGG_MOONCAKE": run.stdout.splitlines()[-1],
         "VLLM_MOONCAKE_BOOTSTRAP_PORT": str(bootstrap_port),
-        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": "30",
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT": str(TIMEOUT),
         "VLLM_HOST_IP": "127.0.0.1",
     }
     return Kind(name, transfer, (UNCACHED, *options), environment=environment)
@@ -127,7 +127,7 @@ def test_decode_engine_that_is_killed_costs_no_answer_and_holds_nothing_at_the_o
     gone = engines.ds.pop(0)
     # The other one asks for the KV in its place. What had been read it awaits in vain, in a block.
     with (
-        nothing_left(*engines.ds),
+        nothing_left(*engines.ds, seconds=2 * TIMEOUT),
         nothing_left(engines.p, seconds=SOON),
         ThreadPoolExecutor(len(prompts)) as pool,
     ):
