@@ -6,8 +6,9 @@ decode engine returns an answer because it lacks KV blocks (preemption return), 
 continues it.
 
 `ResumeState` decides which tokens of other engines each decode engine gets, and what the engine
-reports so that another engine can continue. The tokens of a
-stream are in the `ResumeBuffer`.
+reports so that another engine can continue. The tokens of a stream are in the `ResumeBuffer`; of
+stock vLLM, which continues nothing, in one that makes another request (`id_resume`,
+`replay_buffer`).
 """
 
 from __future__ import annotations
