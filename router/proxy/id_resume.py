@@ -36,14 +36,20 @@ from router.common.exact_json import dumps, number
 from router.fleet.engine import Engine
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.errors import UpstreamError
-from router.http_client.sse import events_in, with_data
-from router.openai.answers import ERROR_KEY, Json, choices_of, ids_in, parse_object
-from router.openai.errors import EngineError, event_of
+from router.http_client.sse import with_data
+from router.openai.answers import (
+    ERROR_KEY,
+    Json,
+    choices_of,
+    chunks_in,
+    ids_in,
+    parse_object,
+)
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_TOKENS
 from router.proxy.first_token import can_hand_over, wants_logprobs
 from router.proxy.internal_fields import events_without_fields
 from router.proxy.request import Body, Request
-from router.proxy.resume_buffer import ResumeBuffer
+from router.proxy.request_buffer import NotContinuedError, RequestBuffer
 from router.proxy.side_requests import send_side_request
 from router.proxy.token_ids import FIELDS, MARK, RETURN_TOKEN_IDS
 
@@ -111,7 +117,7 @@ class TextChunk(NamedTuple):
     text: str
 
 
-class IdBuffer(ResumeBuffer):
+class IdBuffer(RequestBuffer):
     """The resume buffer of a stream of stock vLLM, whose chunks have `token_ids`.
 
     `hides_ids`: the ids are taken out, because neither the client nor a turn wants them.
@@ -121,7 +127,6 @@ class IdBuffer(ResumeBuffer):
         "_group", "_has_begun", "_hides_ids", "_num", "_num_before", "_num_bytes_before",
         "_shift", "_tail", "_tail_field",
     )  # fmt: skip
-    by_request = True
 
     def __init__(
         self, memory: MemoryBudget, engine: Engine, max_resumes: int, hides_ids: bool
@@ -190,7 +195,7 @@ class IdBuffer(ResumeBuffer):
             block, self.is_cut = self._before_ending(block, last)
             block = self._without_ids(block)
         if self._num_before and block:
-            block = self._joined(block)
+            block = self._rewritten(block)
         if self._is_renaming and block:
             block = self._renamed(block)
         return self._handed_on(block, last)
@@ -246,35 +251,18 @@ class IdBuffer(ResumeBuffer):
         given = b"[%b,%b]" % (self._prompt_ids, bytes(self._output_ids[: self._num_bytes_before]))
         return written == given or written.translate(None, SPACES) == given.translate(None, SPACES)
 
-    def _give_up(self) -> None:
-        self.error = event_of(EngineError("an engine did not continue this answer"))
-        self.is_cut = self.is_full = True
-
     def _keep_ids(self, written: bytes) -> None:
         added = b",%b" % written if self._output_ids else written
         if written and self._reserve(added):
             self._output_ids += added
             self._num += written.count(b",") + 1
 
-    def _joined(self, block: bytes) -> bytes:
-        """Return events of an engine that continues as those of one stream: without a second role
+    def _rewrite(self, written: bytes, content: Json) -> bytes:
+        """Make an event of an engine that continues one of the whole answer: without a second role
         and a second prompt, and with numbers of the whole answer."""
-        passes = b""
-        for event in events_in(block, at_end=True):
-            content = None if event.data is None else parse_object(event.data)
-            if content is None:
-                passes += block[event.start : event.end]
-                continue
-            if not self._has_begun and not self._begins_alike(content):
-                self._give_up()
-                return passes
-            try:
-                if self._join(content):
-                    passes += with_data(block[event.start : event.end], dumps(content))
-            except (orjson.JSONEncodeError, TypeError):  # nested too deep, or no offset
-                self._give_up()
-                return passes
-        return passes
+        if not self._has_begun and not self._begins_alike(content):
+            raise NotContinuedError
+        return with_data(written, dumps(content)) if self._join(content) else b""
 
     def _begins_alike(self, content: Json) -> bool:
         """Return False if the text goes on in another field than it broke off."""
@@ -286,7 +274,8 @@ class IdBuffer(ResumeBuffer):
         return True
 
     def _join(self, content: Json) -> bool:
-        """Make a chunk one of the whole answer. Return False for one that has nothing."""
+        """Make a chunk one of the whole answer. Return False for one that has nothing. Raises
+        NotContinuedError."""
         content.pop("prompt_token_ids", None)
         usage = content.get("usage")
         if isinstance(usage, dict):
@@ -299,8 +288,11 @@ class IdBuffer(ResumeBuffer):
             delta, logprobs = choice.get("delta"), choice.get("logprobs")
             if isinstance(delta, dict) and delta.pop("role", None) is not None:
                 is_role = not any(delta.values()) and not choice.get("finish_reason")
-            if isinstance(logprobs, dict) and isinstance(logprobs.get("text_offset"), list):
-                logprobs["text_offset"] = [one + self._shift for one in logprobs["text_offset"]]
+            offsets = logprobs.get("text_offset") if isinstance(logprobs, dict) else None
+            if isinstance(logprobs, dict) and isinstance(offsets, list):
+                if not all(isinstance(one, int | float) for one in offsets):
+                    raise NotContinuedError
+                logprobs["text_offset"] = [one + self._shift for one in offsets]
         return not is_role
 
 
@@ -314,9 +306,8 @@ def _lacks_ids(block: bytes) -> bool:
 
 
 def _chunks_in(block: bytes) -> Iterator[TextChunk]:
-    for event in events_in(block, at_end=True):
-        content = None if event.data is None else parse_object(event.data)
-        for choice in choices_of(content or {}):
+    for content in chunks_in(block):
+        for choice in choices_of(content):
             yield TextChunk(ids_in(choice.get("token_ids")) or [], *_text_of(choice))
 
 
@@ -335,9 +326,8 @@ def _text_of(choice: Json) -> tuple[str, str]:
 def _end_of_text(block: bytes) -> int:
     """Return where the text ends by the log-probabilities of a completion; 0 if it has none."""
     end = 0
-    for event in events_in(block, at_end=True):
-        content = None if event.data is None else parse_object(event.data)
-        for choice in choices_of(content or {}):
+    for content in chunks_in(block):
+        for choice in choices_of(content):
             found = choice.get("logprobs")
             if isinstance(found, dict) and found.get("text_offset") and found.get("tokens"):
                 end = found["text_offset"][-1] + len(found["tokens"][-1])

@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
-
 from router.common.exact_json import dumps, number
 from router.http_client.answer_limits import MemoryBudget
-from router.http_client.sse import events_in, with_data
-from router.openai.answers import choices_of, parse_object
-from router.openai.errors import EngineError, event_of
+from router.http_client.sse import with_data
+from router.openai.answers import Json, choices_of
 from router.proxy.internal_fields import events_without_fields
 from router.proxy.request import Body
-from router.proxy.resume_buffer import ResumeBuffer
+from router.proxy.request_buffer import NotContinuedError, RequestBuffer
 
 # Fields of a choice that are no part of the answer, and those of a tool's call that come once.
 NOT_COMPARED = frozenset(("index", "finish_reason", "stop_reason", "id", "type"))
@@ -41,11 +38,10 @@ def may_replay(body: Body) -> bool:
     )
 
 
-class ReplayBuffer(ResumeBuffer):
+class ReplayBuffer(RequestBuffer):
     """The resume buffer of a stream that another engine answers from its beginning."""
 
     __slots__ = ("_lengths", "_seen", "_texts")
-    by_request = True
 
     def __init__(self, memory: MemoryBudget, max_resumes: int) -> None:
         super().__init__(memory, {}, max_resumes)
@@ -84,7 +80,7 @@ class ReplayBuffer(ResumeBuffer):
         if self._is_renaming and block:
             block = self._renamed(block)
         if block:
-            block = self._unsent_part(block)
+            block = self._rewritten(block)
         return self._handed_on(block, last)
 
     @property
@@ -96,30 +92,16 @@ class ReplayBuffer(ResumeBuffer):
             for path in self._seen
         )
 
-    def _unsent_part(self, block: bytes) -> bytes:
-        """Record the events of a block, and leave out what the client has."""
-        passes = b""
-        for event in events_in(block, at_end=True):
-            content = None if event.data is None else parse_object(event.data)
-            if content is None:
-                passes += block[event.start : event.end]
-                continue
-            was_behind = self._is_behind
-            choices = choices_of(content)
-            is_new = [self._take((at,), choice, was_behind) for at, choice in enumerate(choices)]
-            ends = any(choice.get("finish_reason") for choice in choices)
-            if self.error or (ends and self._is_behind):
-                self._give_up()
-                return passes
-            if not was_behind:
-                passes += block[event.start : event.end]
-            elif any(is_new) or ends or not choices:
-                try:
-                    passes += with_data(block[event.start : event.end], dumps(content))
-                except orjson.JSONEncodeError:  # nested too deep
-                    self._give_up()
-                    return passes
-        return passes
+    def _rewrite(self, written: bytes, content: Json) -> bytes:
+        """Record an event, and leave out what the client has."""
+        was_behind, choices = self._is_behind, choices_of(content)
+        is_new = [self._take((at,), choice, was_behind) for at, choice in enumerate(choices)]
+        ends = any(choice.get("finish_reason") for choice in choices)
+        if ends and self._is_behind:
+            raise NotContinuedError
+        if not was_behind:
+            return written
+        return with_data(written, dumps(content)) if any(is_new) or ends or not choices else b""
 
     def _take(self, path: Path, part: dict[str, Any], is_behind: bool) -> bool:
         """Record a part of a choice, without what the client has. Return True if the rest has
@@ -159,8 +141,7 @@ class ReplayBuffer(ResumeBuffer):
         known = sent[at : at + len(written)]
         self._seen[path] = at + len(written)
         if written[: len(known)] != known:
-            self._give_up()
-            return ""
+            raise NotContinuedError
         rest = written[len(known) :]
         if rest and self._reserve(rest):
             sent += rest
@@ -171,7 +152,3 @@ class ReplayBuffer(ResumeBuffer):
         self._seen[path] = at + len(items)
         self._lengths[path] = max(sent, at + len(items))
         return items[max(0, sent - at) :]
-
-    def _give_up(self) -> None:
-        self.error = event_of(EngineError("an engine answered in another way than the one before"))
-        self.is_cut = self.is_full = True

@@ -17,6 +17,7 @@ from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, c
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import PARAMS, running_engine
+from tests.unit.router.proxy.streams import choices_of, chunks_of, is_broken
 
 PROMPT = [1, 2, 70_000]
 # The text of each token as it is sent: two tokens are one letter, and one has no text.
@@ -159,26 +160,9 @@ async def chat(router: Router, **fields: Any) -> httpx.Response:
     return await router.client.post("/v1/chat/completions", json=body)
 
 
-def events(answer: httpx.Response) -> list[dict[str, Any]]:
-    *given, end, rest = answer.text.split("\n\n")
-    assert (end, rest) == ("data: [DONE]", ""), answer.text
-    found = [json.loads(one.removeprefix("data: ")) for one in given]
-    assert len({(one["id"], one["created"]) for one in found}) == 1
-    return found
-
-
-def choices(answer: httpx.Response) -> list[dict[str, Any]]:
-    return [choice for event in events(answer) for choice in event["choices"]]
-
-
 def text_in(answer: httpx.Response) -> str:
-    deltas = [one.get("delta", one) for one in choices(answer)]
+    deltas = [one.get("delta", one) for one in choices_of(answer)]
     return "".join(one.get("content") or one.get("text") or "" for one in deltas)
-
-
-def is_broken(answer: httpx.Response) -> bool:
-    last = answer.text.strip().split("\n\n")[-1]
-    return answer.status_code == 200 and "error" in json.loads(last.removeprefix("data: "))
 
 
 def resumed(router: Router) -> float:
@@ -194,11 +178,11 @@ async def test_another_engine_continues_a_chat(
     faults.ends = [ends]
     answer = await chat(router, min_tokens=6, **({"return_token_ids": True} if shows else {}))
     assert text_in(answer) == TEXT
-    assert sum("role" in one["delta"] for one in choices(answer)) == 1
-    assert [one["finish_reason"] for one in choices(answer)][-1] == "length"
-    assert events(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
-    ids = [token for one in choices(answer) for token in one.get("token_ids") or ()]
-    prompts = [one["prompt_token_ids"] for one in events(answer) if "prompt_token_ids" in one]
+    assert sum("role" in one["delta"] for one in choices_of(answer)) == 1
+    assert [one["finish_reason"] for one in choices_of(answer)][-1] == "length"
+    assert chunks_of(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
+    ids = [token for one in choices_of(answer) for token in one.get("token_ids") or ()]
+    prompts = [one["prompt_token_ids"] for one in chunks_of(answer) if "prompt_token_ids" in one]
     assert (ids, prompts) == ((ANSWER, [PROMPT]) if shows else ([], []))
     assert resumed(router) == 1
     _, second = faults.streams
@@ -218,7 +202,7 @@ async def test_another_engine_continues_a_completion(
     faults.ends = [2]
     answer = await router.stream(logprobs=1)
     assert text_in(answer) == TEXT
-    offsets = [one["logprobs"]["text_offset"][0] for one in choices(answer)]
+    offsets = [one["logprobs"]["text_offset"][0] for one in choices_of(answer)]
     assert offsets == [sum(len(TEXTS[one]) for one in ANSWER[:at]) for at in range(7)]
     assert [body["prompt"] for body in faults.streams] == ["hello", PROMPT + ANSWER[:2]]
     assert p.last.json["prompt"] == PROMPT + ANSWER[:2]
@@ -233,7 +217,7 @@ async def test_tokens_without_a_text_are_computed_again(
     faults.ends = [ends]
     answer = await chat(router)
     assert text_in(answer) == TEXT
-    assert events(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
+    assert chunks_of(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
     assert faults.streams[1]["kv_transfer_params"]["prompt_token_ids"] == PROMPT + ANSWER[:kept]
     assert resumed(router) == 1
 
@@ -268,9 +252,9 @@ async def test_stream_goes_on_after_several_failures(
     answer = await router.stream(logprobs=1 if ends != [2, 1] else None, max_tokens=7)
     assert text_in(answer) == TEXT
     if ends != [2, 1]:
-        offsets = [one["logprobs"]["text_offset"][0] for one in choices(answer)]
+        offsets = [one["logprobs"]["text_offset"][0] for one in choices_of(answer)]
         assert offsets == [sum(len(TEXTS[one]) for one in ANSWER[:at]) for at in range(7)]
-    assert events(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
+    assert chunks_of(answer)[-1]["usage"] == {"prompt_tokens": 3, "completion_tokens": 7}
     assert router.gateway.memory.resume_buffers.size == 0
 
 
@@ -431,7 +415,7 @@ async def test_reasoning_goes_on(start_router: StartRouter, faults: Faults) -> N
     router = await start_router()
     faults.ends, faults.deltas = [2], ["reasoning", "reasoning"]
     answer = await chat(router)
-    assert "".join(one["delta"].get("reasoning", "") for one in choices(answer)) == TEXT
+    assert "".join(one["delta"].get("reasoning", "") for one in choices_of(answer)) == TEXT
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ from typing import Any
 import httpx
 import pytest
 
-from router.proxy.replay_buffer import may_replay
+from router.http_client.answer_limits import MemoryBudget
+from router.proxy.replay_buffer import ReplayBuffer, may_replay
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import PARAMS, running_engine
+from tests.unit.router.proxy.streams import choices_of, chunks_of, is_broken
 
 WORDS = ["one ", "twö ", "", "three ", "four"]
 GREEDY = {"temperature": 0, "stop": ["x"]}
@@ -95,23 +97,6 @@ async def chat(router: Router, **fields: Any) -> httpx.Response:
     return await router.client.post("/v1/chat/completions", json=body | fields)
 
 
-def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    *given, end, rest = answer.text.split("\n\n")
-    assert (end, rest) == ("data: [DONE]", ""), answer.text
-    found = [json.loads(one.removeprefix("data: ")) for one in given]
-    assert len({(one["id"], one["created"]) for one in found}) == 1
-    return found
-
-
-def choices_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    return [choice for one in chunks_of(answer) for choice in one["choices"]]
-
-
-def is_broken(answer: httpx.Response) -> bool:
-    last = answer.text.strip().split("\n\n")[-1]
-    return answer.status_code == 200 and "error" in json.loads(last.removeprefix("data: "))
-
-
 @pytest.mark.parametrize("together", [(1, 1), (1, 2), (2, 1), (1, 9), (2, 3)])
 @pytest.mark.parametrize("ends", [1, 2, 3, 4])
 async def test_what_the_client_has_is_left_out(
@@ -155,6 +140,16 @@ async def test_engine_that_answers_otherwise_ends_the_stream(
     plan.kinds = ["content", second.get("kind", "content")]
     assert is_broken(await chat(router))
     assert len(plan.bodies) == 2
+
+
+def test_error_that_comes_with_text_does_not_stop_the_replay() -> None:
+    buffer = ReplayBuffer(MemoryBudget(0), 2)
+    buffer.start_leg(None)
+    said = b'data: {"id":"a","created":1,"choices":[{"index":0,"delta":{"content":"x"}}]}\n\n'
+    assert buffer.passing(said + b'data: {"error":{"message":"no"}}\n\n', False) == said
+    assert buffer.is_cut
+    assert b"no" in buffer.error
+    assert buffer.can_resume
 
 
 async def test_sampled_answer_is_not_repeated(router: Router, plan: Plan) -> None:
