@@ -20,7 +20,7 @@ from engine_ext.common.inspection import Inspection, TransferSeen
 PATH = "/disagg/leases"
 ASKED = "request_id"
 DURATIONS = ("seconds", "busy_seconds")
-"""Of transfers, which may take microseconds; all other times are rounded to milliseconds."""
+"""The durations of transfers are rounded to microseconds, all other times to milliseconds."""
 ANSWER_SECONDS = 10.0
 """The time in which an engine must answer. It answers between two steps."""
 

@@ -25,7 +25,7 @@ What = Literal["READ", "LOAN", "WRITE"]
 MOST_TRANSFERS = 128
 MOST_ENGINES = 256
 MOST_BUSY_TIMES = 16
-"""Of each engine, the latest times in which transfers ran without a gap."""
+"""For each engine, the log keeps this many of the latest intervals in which transfers ran."""
 MAX_LOAN_REQUESTS = 64
 """The most requests for loans that may wait for the engine's steps."""
 MAX_LOAN_KEYS = 2048
@@ -125,7 +125,7 @@ class PendingResults:
 
 
 class EngineTotals:
-    """What moved to or from one engine since we know it."""
+    """The totals of the transfers to or from one engine since the first one in the log."""
 
     def __init__(self) -> None:
         self.transfers = self.bytes = 0

@@ -61,7 +61,7 @@ Seconds = Annotated[float, Meta(ge=0, lt=1e12)]
 
 
 class TransferTotals(NamedTuple):
-    """What a pair has moved since a start."""
+    """The totals of a pair's transfers since one of its engines started."""
 
     transfers: float = 0.0
     bytes: float = 0.0
@@ -109,9 +109,9 @@ NO_PAIRS: Mapping[Pair, SlowPair] = MappingProxyType({})
 
 class _RecordedPair(Struct):
     totals: TransferTotals
-    """As last reported."""
+    """The last totals that an engine has reported."""
     moved_at: float
-    """When it was last reported to have moved something, at first when it was first reported."""
+    """The time of the last report of a new transfer, else that of the first report."""
     recent: TransferTotals = NOTHING
     """Differences of totals, each with the weight of its age at `moved_at`."""
     transfers: float = 0.0

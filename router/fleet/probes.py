@@ -55,7 +55,7 @@ MAX_ANSWER_BYTES = 1024 * 1024
 # Models and identity are fetched again after this time: adapters come and go, and a quick restart
 # may go unnoticed.
 REFETCH_AFTER_S = 10.0
-# What engines have moved is read after this time: it takes them about as long as a step.
+# The transfers of an engine are read again after this time. An answer costs it about one step.
 TRANSFERS_INTERVAL_S = 20.0
 MAX_MODELS = 10_000
 # An engine that lists its models slowly gets no requests until then, and is probed meanwhile.

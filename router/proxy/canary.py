@@ -90,10 +90,10 @@ LOGPROB_FIELDS = frozenset(("logprobs", "top_logprobs", "return_tokens_as_token_
 GREEDY_TEMPERATURE = 1e-5
 # Engines report tokens that they cannot sample with -9999.
 MASKED = -1000.0
-# Of a prompt: engines return its ids as well.
+# Engines return the ids of the prompt as well, so a longer prompt is not compared by ids.
 MAX_TOKENS_WITH_IDS = 16_384
 PART_OF_CHARACTER = "\ufffd"
-# With a value, the request is not compared.
+# A request with a value in one of these fields is not compared.
 EXCLUDED = frozenset(
     (
         "allowed_token_ids", "bad_words", "echo", "guided_choice", "guided_grammar",

@@ -45,10 +45,10 @@ class ReplayBuffer(RequestBuffer):
 
     def __init__(self, memory: MemoryBudget, max_resumes: int) -> None:
         super().__init__(memory, {}, max_resumes)
-        # What the client has: texts in UTF-8, and the lengths of lists.
+        # The client has these texts, in UTF-8, and lists of these lengths.
         self._texts: dict[Path, bytearray] = {}
         self._lengths: dict[Path, int] = {}
-        # How much of it the current engine has written.
+        # The current engine has written this much of each.
         self._seen: dict[Path, int] = {}
 
     @property

@@ -100,7 +100,7 @@ class Route(Struct, frozen=True):
     is_free: bool = False
     """The engines were chosen by cost for both legs together; the first ones may be the same."""
     slowness: float = 1.0
-    """How many times as long as between others a transfer takes between the first engines."""
+    """A transfer between the first two engines takes this many times as long as between others."""
     usual_model: StepModel | None = None
     """If they were: the step model of one of them, for an engine that has not measured its own."""
     prefill_ranks: Mapping[Engine, EngineRank] = {}

@@ -63,8 +63,8 @@ class SelectionSettings(SettingsGroup):
         samples, if both engines support the hand-over; the decode engine then continues with the
         second token. decoder: the decode engine samples it again.
     kv_canary: Share of the requests to two engines in which the router compares the first token's
-        log-probabilities of both engines, to find KV that was transferred wrongly. The first tokens
-        of requests with temperature 0 are compared in all. 0: never.
+        log-probabilities of both engines, to find KV that was transferred wrongly. The router also
+        compares the first token of each request with temperature 0. 0: never.
     max_resumes: How often another decode engine continues a stream after a failure in mid-stream,
         and how often after a preemption return, if the engines support it. 0: never.
     max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a

@@ -117,9 +117,9 @@ class Metrics:
         )
         self.pair_slowness = made.callback_gauge(
             "pair_slowness{source,target}",
-            "How many times as fast as this pair of engines its neighbours move KV, in the median. "
-            "Only slow pairs have a sample: those with less than a third of that rate, whose "
-            "transfers take more than three times as long.",
+            "The median rate at which neighbouring pairs of engines move KV, divided by the rate "
+            "of this pair. Only slow pairs have a sample: their rate is below a third of that "
+            "median, and their transfers take more than three times as long.",
         )
         self.group_engines = made.callback_gauge(
             "group_engines{group,role}", "Usable engines of a group."

@@ -5,7 +5,9 @@ Run as `python -m tests.integration.cut_off_engine --cut-off FILE`, with the opt
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from engine_ext.reference import cli
 from engine_ext.wire.dialer import HandshakeClient, PeerRank, TcpDialer
@@ -25,8 +27,13 @@ def cut_off(ports: Path) -> None:
     TcpDialer.connect = connect_elsewhere  # type: ignore[method-assign] # the planted fault
 
 
-if __name__ == "__main__":
-    at = sys.argv.index("--cut-off")
-    cut_off(Path(sys.argv[at + 1]))
+def run_engine(option: str, plant: Callable[[Path], None]) -> NoReturn:
+    """Run a reference engine with the fault that `plant` makes of the option's file."""
+    at = sys.argv.index(option)
+    plant(Path(sys.argv[at + 1]))
     del sys.argv[at : at + 2]
     sys.exit(cli.main())
+
+
+if __name__ == "__main__":
+    run_engine("--cut-off", cut_off)

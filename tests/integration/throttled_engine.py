@@ -5,11 +5,10 @@ Run as `python -m tests.integration.throttled_engine --throttled FILE`, with the
 `disagg-engine`.
 """
 
-import sys
 from pathlib import Path
 
-from engine_ext.reference import cli
 from engine_ext.worker.pulls import ActivePull, Pulls
+from tests.integration.cut_off_engine import run_engine
 
 SECONDS = 2.0
 
@@ -27,7 +26,4 @@ def throttle(ports: Path) -> None:
 
 
 if __name__ == "__main__":
-    at = sys.argv.index("--throttled")
-    throttle(Path(sys.argv[at + 1]))
-    del sys.argv[at : at + 2]
-    sys.exit(cli.main())
+    run_engine("--throttled", throttle)

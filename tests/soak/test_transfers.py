@@ -28,7 +28,7 @@ TRANSFERS = int(os.environ.get("DISAGG_SOAK_TRANSFERS", "20000"))
 AT_ONCE, BLOCKS_OF_PROMPT = 8, 7
 ROUNDS = TRANSFERS // AT_ONCE
 RESTARTS = max(1, min(20, ROUNDS // 100))
-"""Of each of the two engines, evenly spread."""
+"""Each of the two engines restarts this often, at even intervals."""
 FASTER = 4.0
 """Seconds of the connectors' clocks in one second: leases end and engines are forgotten sooner."""
 MOST_GROWTH = 32 * 2**20

@@ -30,14 +30,14 @@ FIELDS: dict[str, dict[str, Any]] = {
     "stop strings": {"stop": ["zqzq", "}{", "abc"]},
     "penalties": {"presence_penalty": 0.7, "frequency_penalty": 0.4},
 }
-"""What requests ask for besides. The last two are answered once more from the beginning."""
+"""The further fields of the requests. An engine answers the last two kinds from the beginning."""
 NOT_SPECIAL = {str(token): -100 for token in range(256, 259)}
 """A client that has the id of a token without a text would get it twice: not continued there."""
 
 
 @pytest.fixture(scope="module", params=RELEASES)
 def three(fleet: Fleet, request: pytest.FixtureRequest) -> Iterator[tuple[Fleet, list[Server]]]:
-    """A prefill and a decode engine, and one that nobody else uses."""
+    """Start a prefill engine, a decode engine, and one engine that gives the expected answers."""
     engines = fleet if request.param == BUILD else of_next(fleet)
     with engines.servers(
         Kind("resume-p", ONE_WAY, (UNCACHED,), environment=PLAIN),

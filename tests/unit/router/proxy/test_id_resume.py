@@ -35,7 +35,8 @@ def decoded(ids: Sequence[int]) -> str:
 
 @dataclass
 class Faults:
-    """Of all decode engines: the next streams end behind so many tokens."""
+    """The faults of the next streams, at whichever decode engine they are: each stream ends after
+    this many tokens."""
 
     ends: list[int] = field(default_factory=list)
     has_usage: bool = True

@@ -24,8 +24,8 @@ VERSION = b'{"version":"0.33.0"}'
 
 @dataclass
 class Plan:
-    """What the next streams do, whichever engine they are at: behind how many chunks they end, how
-    many words are in a chunk, what their deltas are, and the words."""
+    """The plan of the next streams, at whichever decode engine they are: each stream ends after
+    this many chunks, and has this many words in a chunk, this kind of delta, and these words."""
 
     ends: list[int] = field(default_factory=list)
     together: list[int] = field(default_factory=list)
