@@ -31,7 +31,8 @@ WRONG = PLAIN | {
 EACH = 50
 """Loads of which one is wrong."""
 NO_FAULT = "zeroed 1000000"
-FAULTS = ("others", "zeroed", "swapped")
+FAULTS = ("others", "zeroed", "swapped", "early")
+SMALL_CACHE = ("--num-gpu-blocks-override", "66")
 
 
 def write_peaked_model(folder: Path) -> Path:
@@ -51,12 +52,12 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=RELEASES)
 def engines(fleet: Fleet, faults: Path, request: pytest.FixtureRequest) -> Iterator[list[Server]]:
-    """A prefill engine, a decode engine with faults, and one without."""
+    """A prefill engine and a decode engine with faults, and a decode engine without."""
     fleet = replace(fleet, python=python_of(fleet, request.param))
     faults.write_text(NO_FAULT)
     environment = {"DISAGG_WRONG_KV": str(faults)}
     with fleet.servers(
-        Kind("canary-p", PLAIN, (UNCACHED, *CHUNKS), write_peaked_model),
+        Kind("canary-p", WRONG, (UNCACHED, *CHUNKS, *SMALL_CACHE), write_peaked_model, environment),
         Kind("canary-wrong", WRONG, (), write_peaked_model, environment),
         Kind("canary-d", PLAIN, (), write_peaked_model),
     ) as servers:
@@ -90,7 +91,7 @@ def test_first_wrong_load_of_fifty_is_found_and_answer_is_right(
 ) -> None:
     """The only decode engine computes the prompt again, in spite of its prefix cache."""
     prefiller, decoder, _ = engines
-    faults.write_text(f"{fault} {EACH}")
+    faults.write_text(f"{fault} {EACH} {prefiller.url}")
     seeds = seeds_of(fault, EACH + 2)
     with fleet.router([prefiller], [decoder], "--kv-canary", "1") as router:
         # Swaps need two requests at once.
@@ -119,12 +120,35 @@ def test_tokens_alone_show_wrong_loads_of_one_engine(
     assert answers == [ask(prefiller, seed) for seed in seeds]
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
-def test_healthy_engines_raise_no_alarm(fleet: Fleet, engines: list[Server], count: int) -> None:
+def assert_no_alarm(router: Server, clients: int, count: int) -> None:
+    """Every second request is greedy."""
+    with ThreadPoolExecutor(clients) as pool:
+        fields = [{"temperature": number % 2} for number in range(count)]
+        list(pool.map(lambda at: ask(router, 50_000 + at[0], **at[1]), enumerate(fields)))
+    assert compared(router, "disagreed") == compared(router, "engines_differ") == 0
+    assert compared(router, "agreed") >= count / 2
+
+
+def test_healthy_engines_raise_no_alarm(fleet: Fleet, engines: list[Server]) -> None:
     prefiller, _, decoder = engines
     with fleet.router([prefiller], [decoder], "--kv-canary", "0.5") as router:
-        with ThreadPoolExecutor(4) as pool:
-            fields = [{"temperature": number % 2} for number in range(count)]
-            list(pool.map(lambda at: ask(router, 50_000 + at[0], **at[1]), enumerate(fields)))
-        assert compared(router, "disagreed") == compared(router, "engines_differ") == 0
-        assert compared(router, "agreed") >= count / 2
+        assert_no_alarm(router, 4, 300)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("ranks", "clients"), [(1, 16), (2, 4), (2, 32)])
+def test_many_requests_of_unlike_engines_raise_no_alarm(
+    fleet: Fleet, ranks: int, clients: int
+) -> None:
+    """10,000 in all, in bfloat16: batches of other sizes, and ranks that add in another order."""
+    options = ("--dtype", "bfloat16")
+    split = (*options, UNCACHED, *CHUNKS, "--tensor-parallel-size", str(ranks))
+    with (
+        fleet.servers(
+            Kind("canary-split-p", PLAIN, split, write_peaked_model),
+            Kind("canary-whole-d", PLAIN, options, write_peaked_model),
+        ) as servers,
+        fleet.router([servers[0]], [servers[1]], "--kv-canary", "0.5") as router,
+    ):
+        assert_no_alarm(router, clients, 3334)
