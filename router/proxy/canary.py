@@ -5,8 +5,8 @@ A transfer that goes wrong silently (wrong, zeroed or swapped blocks) gives an a
 
 *Which requests.* Those with temperature 0 or top_k 1 and a prompt of up to MAX_TOKENS_WITH_IDS, and
 a share (`kv_canary`) of all. While any pair of engines is avoided, all of them. The two legs must
-run one after the other, at engines of vLLM, without hand-over of the first token, on the endpoints
-of chats and completions. Not compared:
+be at engines of vLLM, without hand-over of the first token, on the endpoints of chats and
+completions. They run one after the other, or together (a push). Not compared:
 
 * answers of several choices, and requests that one engine answers (they have no such legs);
 * `min_tokens`, of which the prefill leg has none of the client's: it may sample an end;
@@ -51,6 +51,8 @@ alike, so the router compares nothing of this prefill engine any more.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from math import isfinite
@@ -90,6 +92,9 @@ LOGPROB_FIELDS = frozenset(("logprobs", "top_logprobs", "return_tokens_as_token_
 GREEDY_TEMPERATURE = 1e-5
 # Engines report tokens that they cannot sample with -9999.
 MASKED = -1000.0
+# Seconds in which the prefill leg beside a decode leg has to answer, once the latter has begun to.
+# The decode engine had to wait for the whole prompt's KV, so it usually has.
+PREFILL_ANSWER_TIMEOUT_S = 1.0
 # Engines return the ids of the prompt as well, so a longer prompt is not compared by ids.
 MAX_TOKENS_WITH_IDS = 16_384
 PART_OF_CHARACTER = "\ufffd"
@@ -175,19 +180,20 @@ def _is_comparable(body: Json) -> bool:
 
 
 class Canary:
-    """The canary of one request. Its legs run one after the other.
+    """The canary of one request, with all of its legs.
 
     `has_agreed`: the decode engine that answers has the prefill engine's first token.
     """
 
     __slots__ = ("_adds", "_decode_fields", "_expected", "_has_differed", "_is_greedy",
-                 "_prefill_fields", "_prefiller", "has_agreed")  # fmt: skip
+                 "_is_prefilled", "_prefill_fields", "_prefiller", "has_agreed")  # fmt: skip
 
     def __init__(self, is_greedy: bool, prefill_fields: bytes, decode_fields: bytes) -> None:
         self._is_greedy = is_greedy
         self._prefill_fields, self._decode_fields = prefill_fields, decode_fields
         self._prefiller: Engine | None = None
         self._expected: FirstToken | None = None
+        self._is_prefilled = asyncio.Event()
         # The router added its fields to the decode leg, so it takes them out of the answer.
         self._adds = False
         self._has_differed = self.has_agreed = False
@@ -196,6 +202,7 @@ class Canary:
         """Return the body of a prefill leg. `is_usable`: its token is the answer's first one, and
         the decode engine computes it again."""
         self._prefiller = self._expected = None
+        self._is_prefilled.clear()
         peer = engine.capabilities
         if not is_usable or peer.lacks_canary or peer.kv_peer.protocol in WITHOUT_VLLM_FIELDS:
             return body
@@ -207,12 +214,14 @@ class Canary:
         if self._prefiller is not None:
             content = parse_object(answer.raw)
             self._expected = None if content is None else _first_token_in([content])
+        self._is_prefilled.set()
 
     def compares(self, loads_kv: bool) -> bool:
         """Return True if the next decode leg is compared. `loads_kv`: its engine loads the KV that
-        the prefill engine has computed."""
+        the prefill engine computes, or has computed."""
         self.has_agreed = False
-        return self._expected is not None and (loads_kv or self._has_differed)
+        is_known = self._expected is not None or not self._is_prefilled.is_set()
+        return self._prefiller is not None and is_known and (loads_kv or self._has_differed)
 
     def decode_body(self, body: BodyHalves) -> BodyHalves:
         """Return the body of a decode leg that is compared."""
@@ -221,15 +230,19 @@ class Canary:
         self._adds = bool(fields) and not (fields == RETURN_IDS and body[1].find(RETURN_IDS) >= 0)
         return _with_fields(body, fields if self._adds else b"")
 
-    def check(self, run: Run, engine: Engine, answer: EngineAnswer, loads_kv: bool) -> None:
+    async def check(self, run: Run, engine: Engine, answer: EngineAnswer, loads_kv: bool) -> None:
         """Compare the beginning of a decode engine's answer, and let the client get no more than it
         asked for. An answer that is no stream must be complete. Raises KvDiffersError."""
+        if not self._is_prefilled.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._is_prefilled.wait(), PREFILL_ANSWER_TIMEOUT_S)
         expected, prefiller, raw = self._expected, self._prefiller, answer.peek()
-        assert expected is not None
         assert prefiller is not None
         whole = None if answer.is_event_stream else parse_object(raw)
         found = _first_token_in([content for _, content in json_events(raw)] + [whole or {}])
-        worst = None if found is None else difference(expected, found, self._is_greedy)
+        worst = None
+        if expected is not None and found is not None:
+            worst = difference(expected, found, self._is_greedy)
         metrics = run.gateway.metrics
         if worst is None:
             metrics.kv_canary.add(("not_comparable",))

@@ -190,7 +190,7 @@ async def decode_leg(
         if leg.canary is not None:
             if not answer.is_event_stream:
                 await answer.read_in_place(limits.max_answer_size)
-            leg.canary.check(run, engine, answer, run.prefiller is not None)
+            await leg.canary.check(run, engine, answer, leg.loads_kv)
         leg.accepted()
         if reuse is None:
             await deliver(run, answer, validator)
@@ -442,7 +442,7 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         if self.canary is not None and (
             threshold
             or run.resume.continued is not None
-            or not self.canary.compares(run.prefiller is not None)
+            or not self.canary.compares(self.loads_kv)
         ):
             self.canary = None
         if engine.ranks or (reuse is not None and reuse.rank is not None):
@@ -456,6 +456,11 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
             self._queued = queue_local_prefill(request, run.route, reuse, engine, self.place)
         if engine.capabilities.borrows and accept is None:
             self.loan = find_loan(run, self.place, DECODE)
+
+    @property
+    def loads_kv(self) -> bool:
+        """True if the engine loads the KV of a prefill engine, which may still compute it."""
+        return self.run.prefiller is not None or self._pair is not None
 
     def _note_decoder(self) -> None:
         """Record which decode engine answers, and since when."""

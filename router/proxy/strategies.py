@@ -133,10 +133,8 @@ async def answer(run: Run) -> None:
             return
         if plan.mode is DECODE_ONLY:
             await decode_only(run, plan.decode_only_reason)
-        elif plan.mode is PUSH:
-            await push(run)
         else:
-            await _prefill_then_decode(run)
+            await _prefill_and_decode(run)
     finally:
         if run.holder is not None:
             run.stop_holding()
@@ -144,9 +142,9 @@ async def answer(run: Run) -> None:
             run.release_unread_turn()
 
 
-async def _prefill_then_decode(run: Run) -> None:
-    """Run the strategy whose legs may run one after the other, and compare their first tokens."""
-    strategy = pull if run.plan.mode is PULL else transfer
+async def _prefill_and_decode(run: Run) -> None:
+    """Run the strategy of two legs, and compare their first tokens."""
+    strategy = {PULL: pull, PUSH: push}.get(run.plan.mode, transfer)
     canary = run.canary = choose_canary(run) if run.gateway.limits.kv_canary else None
     try:
         return await strategy(run)
@@ -382,7 +380,6 @@ async def legs_together(
     """Run both legs at once; the failure of one ends the other. Return None if the client has its
     answer. Raises an engine's 4xx."""
     loop = run.request.exchange.loop
-    run.canary = None
     params = pair_params(run, decoder, pair)
     prefilling = loop.create_task(_prefill(run, prefiller, pair))
     decoding = loop.create_task(decode_leg(run, decoder, params, pair=pair))

@@ -1,6 +1,7 @@
 """The canary: KV that was transferred wrongly shows in the first token of the decode engine, and no
 client gets the answer."""
 
+import asyncio
 import json
 from itertools import count
 from typing import Any
@@ -12,6 +13,7 @@ from router.openai.answers import parse_object
 from router.proxy.canary import GREEDY_BOUND, LOGPROB_BOUND, Canary, FirstToken, difference
 from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after
 from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import PARAMS
 
@@ -67,6 +69,16 @@ def answering(tops: dict[int, float], text: str) -> Script:
             return
         content = {"id": "c", "choices": [{**choice, "finish_reason": "length"}]}
         await peer.answer(content)
+
+    return answer
+
+
+def setting(event: asyncio.Event, script: Script) -> Script:
+    """Return a script that answers as `script` does, and then sets `event`."""
+
+    async def answer(request: Received, peer: Peer) -> None:
+        await script(request, peer)
+        event.set()
 
     return answer
 
@@ -309,6 +321,30 @@ async def test_other_requests_are_sent_as_they_are(
                 request.json
             )
     assert canaries(router, "agreed") == 0
+
+
+@STREAMED_OR_WHOLE
+async def test_pushed_kv_is_compared_with_a_later_answer_of_its_prefill_engine(
+    start_router: StartRouter, fleet: Pairs, stream: bool
+) -> None:
+    """The decode engine's answer is complete before the prefill engine answers."""
+    decoded = asyncio.Event()
+    for number, engine in enumerate(fleet.ps):
+        address = {"remote_host": "h", "remote_port": 5600, "tp_size": 1, "pp_size": 1}
+        rank = {"dp_rank": 0, "remote_engine_id": f"p-{number}", **address}
+        engine.identity = {"transfer_modes": ["push"], "capabilities": [], "ranks": [rank]}
+        engine.usual = answer_after(decoded, engine.usual)
+    for engine in fleet.ds:
+        engine.identity = {"transfer_modes": ["push"], "capabilities": []}
+        engine.usual = setting(decoded, engine.usual)
+    router = await started(start_router, fleet, identified=True)
+    for _ in range(4):
+        decoded.clear()
+        assert "right" in await ask(router, stream=stream, **GREEDY)
+    assert (0, 0) in fleet.used
+    assert canaries(router, "disagreed") == 1
+    assert canaries(router, "agreed") == 4
+    assert canaries(router, "not_comparable") == 0
 
 
 async def test_canary_is_off_with_share_of_zero(start_router: StartRouter, fleet: Pairs) -> None:
