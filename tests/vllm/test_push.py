@@ -213,6 +213,8 @@ def test_routed_pushes_are_those_of_one_vllm_alone(
         got = list(pool.map(partial(complete, router), prompts()))
     assert differences(right, got) == []
     assert counted(pair[0], "pushes_ok") > pushed + len(prompts()) / 2, "or D had it cached"
+    compared = r'disagg_router_kv_canary_total\{outcome="agreed"\}'
+    assert metric(router, compared) > len(prompts()) / 2
 
 
 def test_clients_that_leave_a_routed_push_leave_no_block(
