@@ -1,4 +1,4 @@
-"""The routers that are compared: this checkout, another one, or vllm-router."""
+"""The routers that are compared: this checkout, another one, vllm-router or smg."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ ROOT = Path(__file__).resolve().parents[2]
 OURS = "disagg-router"
 CHECKOUT = "checkout"
 VLLM_ROUTER = "vllm-router"
-PEERS = (CHECKOUT, VLLM_ROUTER)
+SMG = "smg"
+PD_FLAGS = {
+    VLLM_ROUTER: ("vllm-router", "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+    SMG: ("smg", "launch", "--pd-disaggregation", "--backend", "vllm"),
+}
+"""How the routers of PyPI are told to drive engines with NixlConnector."""
+PEERS = (CHECKOUT, *PD_FLAGS)
 
 Ports = Sequence[int]
 
@@ -32,28 +38,35 @@ def our_command(
     return command
 
 
-def vllm_router_command(
-    environment: Path, port: int, prefillers: Ports, decoders: Ports, flags: Sequence[str] = ()
+def package_command(
+    name: str,
+    environment: Path,
+    port: int,
+    prefillers: Ports,
+    decoders: Ports,
+    flags: Sequence[str] = (),
 ) -> list[str]:
+    """Return the command that starts a router of PyPI, see `install_package`."""
+
     def urls(flag: str, ports: Ports) -> Iterator[str]:
         for each in ports:
             yield from (flag, f"http://127.0.0.1:{each}")
 
+    program, *mode = PD_FLAGS[name]
     return [
-        *(str(environment / "bin/vllm-router"), "--host", "127.0.0.1", "--port", str(port)),
-        *("--vllm-pd-disaggregation", "--kv-connector", "nixl"),
+        *(str(environment / "bin" / program), *mode, "--host", "127.0.0.1", "--port", str(port)),
         *("--prometheus-port", str(free_ports(1)[0]), *flags),
         *urls("--prefill", prefillers),
         *urls("--decode", decoders),
     ]
 
 
-def install_vllm_router(environment: Path) -> None:
-    """Make vllm-router's virtual environment unless it is there. Raises BenchError."""
+def install_package(name: str, environment: Path) -> None:
+    """Make the virtual environment of a router of PyPI unless it is there. Raises BenchError."""
     if (environment / "bin/python").exists():
         return
     venv.create(environment, with_pip=True)
-    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", VLLM_ROUTER]
+    pip = [str(environment / "bin/python"), "-m", "pip", "install", "--quiet", name]
     if subprocess.run(pip, check=False).returncode:
         shutil.rmtree(environment)
-        raise BenchError(f"{VLLM_ROUTER} could not be installed")
+        raise BenchError(f"{name} could not be installed")

@@ -54,9 +54,9 @@ from scripts.benchmarks.contestants import (
     OURS,
     PEERS,
     ROOT,
-    install_vllm_router,
+    install_package,
     our_command,
-    vllm_router_command,
+    package_command,
 )
 
 PATH = "/v1/chat/completions"
@@ -333,8 +333,8 @@ def _command(name: str, options: argparse.Namespace, port: int, session: Session
     if name == CHECKOUT:
         return our_command(port, *engines, options.peer_flag, options.peer_dir or ROOT)
     environment = (options.peer_dir or Path(".venv-peers") / name).absolute()
-    install_vllm_router(environment)
-    return vllm_router_command(environment, port, *engines, options.peer_flag)
+    install_package(name, environment)
+    return package_command(name, environment, port, *engines, options.peer_flag)
 
 
 async def _wait_until_answering(router: ChildProcess, port: int) -> None:

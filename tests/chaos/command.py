@@ -3,6 +3,7 @@
     python scripts/bench.py chaos                                 every scenario, about four minutes
     python scripts/bench.py chaos --short --check                 the short form, as tests run it
     python scripts/bench.py chaos --peer vllm-router --json FILE  the same against vllm-router
+    python scripts/bench.py chaos --only stock-kill-d             before vLLM without our plugin
     python scripts/bench.py chaos --compare NAME=FILE NAME=FILE   a table of what files hold
 
 Three prefill and three decode engines that answer as vLLM does, then one and two reference engines
@@ -28,7 +29,7 @@ from pathlib import Path
 from router.commands.console import CommandParser
 from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.common import BenchError, describe, write_report
-from scripts.benchmarks.contestants import OURS, VLLM_ROUTER, install_vllm_router
+from scripts.benchmarks.contestants import OURS, PD_FLAGS, install_package
 from tests.chaos.processes import NIXL, EngineFleet, RouterCommand, mock_fleet
 from tests.chaos.questions import (
     REAL_CLIENTS,
@@ -36,10 +37,10 @@ from tests.chaos.questions import (
     Oracle,
     Questions,
     mock_questions,
-    reference_fleet,
+    real_fleet,
 )
 from tests.chaos.run import Drill, Outcome
-from tests.chaos.scenarios import SHORT, Mode, Role, Scenario, scenarios
+from tests.chaos.scenarios import SHORT, Engines, Mode, Role, Scenario, scenarios
 
 PROGRAM = "bench chaos"
 HEAD = f"{'scenario':<16}{'mode':<10}{'asked':>6}{'ok':>6}{'longest':>9}{'left alone':>15}  errors"
@@ -72,23 +73,26 @@ def _todo(options: argparse.Namespace) -> Todo:
     todo = [(known[name], mode) for name, mode in SHORT] if options.short else every
     if options.kv_protocol != NIXL:
         todo = [one for one in every if is_of_all_engines(*one, options.kv_protocol)]
-    return [one for one in todo if not options.only or one[0].name in options.only]
+    if not options.only:
+        return [one for one in todo if one[0].engines is not Engines.STOCK]
+    return [one for one in todo if one[0].name in options.only]
 
 
 def is_of_all_engines(scenario: Scenario, mode: Mode, protocol: str) -> bool:
     """Return True for drills without reference engines, and without a stream that only an engine of
     ours can continue. SGLang's decode engines answer nothing without prefill engines."""
+    if scenario.engines is not Engines.MOCK or scenario.role is Role.ROUTER:
+        return False
     is_cut = mode is Mode.STREAMED and scenario.role is Role.DECODE
-    is_lost = scenario.everyone and protocol == "sglang"
-    return not (scenario.is_real or is_cut or is_lost or scenario.role is Role.ROUTER)
+    return not is_cut and not (scenario.everyone and protocol == "sglang")
 
 
 def _run(options: argparse.Namespace, todo: Todo) -> int:
-    environment = None
-    if options.peer == VLLM_ROUTER:
-        environment = (options.peer_dir or Path(".venv-peers") / VLLM_ROUTER).absolute()
-        install_vllm_router(environment)
-    name = OURS if environment is None else VLLM_ROUTER
+    name, environment = OURS, None
+    if options.peer != "none":
+        name = options.peer
+        environment = (options.peer_dir or Path(".venv-peers") / name).absolute()
+        install_package(name, environment)
     command = RouterCommand(name, tuple(options.router_arg), environment, options.kv_protocol)
     machine, made = describe(), list[Outcome]()
     print(HEAD, flush=True)
@@ -121,7 +125,7 @@ async def _until_signal(session: _Session) -> None:
 
 
 class _Session:
-    """All runs: those with mock engines side by side, then those with reference engines."""
+    """All runs: those with mock engines side by side, then those with real engines."""
 
     def __init__(
         self,
@@ -138,22 +142,25 @@ class _Session:
 
     async def run(self) -> None:
         """Raises BenchError."""
-        mocked = deque(one for one in self._todo if not one[0].is_real)
+        mocked = deque(one for one in self._todo if one[0].engines is Engines.MOCK)
         async with asyncio.TaskGroup() as group:
             for lane in range(min(self._at_once, len(mocked))):
                 group.create_task(self._run_mocked(f"lane {lane}", mocked))
-        real = [scenario for scenario, _ in self._todo if scenario.is_real]
-        if not real:
-            return
-        fleet = reference_fleet(self._family)
+        for engines in (Engines.REFERENCE, Engines.STOCK):
+            real = [scenario for scenario, _ in self._todo if scenario.engines is engines]
+            if real:
+                await self._run_real(engines, real)
+
+    async def _run_real(self, engines: Engines, todo: Sequence[Scenario]) -> None:
+        fleet = real_fleet(self._family, engines)
         await fleet.start()
-        oracle = await Oracle.learn(fleet.decoders[0], self._seed)
+        oracle = await Oracle.learn(fleet.decoders[0], engines, self._seed)
         drill = replace(
             self._drill(fleet, oracle.questions()),
             clients=min(REAL_CLIENTS, self._clients),
             pause=REAL_PAUSE_S,
         )
-        for scenario in real:
+        for scenario in todo:
             self._note(await drill.run(scenario, Mode.MIXED, oracle.questions()))
 
     async def _run_mocked(self, name: str, todo: deque[tuple[Scenario, Mode]]) -> None:
@@ -228,7 +235,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--clients", type=_count, default=16, help="each sends one request at a time (16)")
     add("--at-once", type=_count, help=f"runs side by side ({AT_ONCE})")
     add("--kv-protocol", choices=[NIXL, "mooncake", "sglang"], default=NIXL, help="of the engines")
-    add("--peer", choices=[VLLM_ROUTER, "none"], default="none", help="instead of this router")
+    add("--peer", choices=[*PD_FLAGS, "none"], default="none", help="instead of this router")
     add("--peer-dir", "--peer-venv", type=Path, metavar="DIR", help="its environment")
     add("--router-arg", action="append", default=[], metavar="=FLAG", help="one more for it")
     add("--logs", type=_directory, metavar="DIR", help="keep all output there")

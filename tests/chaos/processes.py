@@ -18,10 +18,11 @@ from typing import Any
 from router.commands.bench.load import Client, LoadExchange, request_bytes
 from router.common.child_processes import ChildProcess, ChildProcesses
 from scripts.benchmarks.common import BenchError, free_ports
-from scripts.benchmarks.contestants import OURS, our_command, vllm_router_command
+from scripts.benchmarks.contestants import OURS, our_command, package_command
 from scripts.mock_engine import Fault
 
 START_TIMEOUT_S = 60.0
+STOCK_START_TIMEOUT_S = 300.0
 NIXL = "nixl"
 END_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 5.0
@@ -29,8 +30,9 @@ OUR_FLAGS = (
     *("--health-interval", "1", "--health-timeout", "1", "--prefill-timeout", "3"),
     *("--target-itl", "0"),  # KV moves, however quick the tiny engines are
 )
-# As near to ours as its own flags allow; it has no deadline for the prefiller alone.
-VLLM_ROUTER_FLAGS = (
+# As near to ours as the flags of other routers allow: these have no deadline for the prefill leg
+# alone.
+PACKAGE_FLAGS = (
     *("--policy", "round_robin", "--worker-startup-check-interval", "1"),
     *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "1"),
     *("--health-failure-threshold", "2", "--health-success-threshold", "1"),
@@ -40,10 +42,10 @@ MIN_REQUEST_BYTES = 800
 """More than a probe, less than a request of the load."""
 
 
-async def post(port: int, path: str, body: bytes = b"") -> Any:
+async def post(port: int, path: str, body: bytes = b"", timeout: float = CONTROL_TIMEOUT_S) -> Any:
     """Return the JSON that a process answers. Raises BenchError."""
     client = Client("127.0.0.1", port)
-    exchange = await client.send(request_bytes(path, body), CONTROL_TIMEOUT_S)
+    exchange = await client.send(request_bytes(path, body), timeout)
     client.close()
     if exchange.status != 200 or exchange.problem:
         raise BenchError(f"{path} is answered {exchange.status} {exchange.problem}")
@@ -58,9 +60,11 @@ async def _get(port: int, path: str) -> LoadExchange:
     return exchange
 
 
-async def wait_until_healthy(child: ChildProcess, port: int, path: str = "/health") -> None:
+async def wait_until_healthy(
+    child: ChildProcess, port: int, path: str = "/health", timeout: float = START_TIMEOUT_S
+) -> None:
     """Wait until `path` answers 200. Raises BenchError if the process ends or takes too long."""
-    latest = time.monotonic() + START_TIMEOUT_S
+    latest = time.monotonic() + timeout
     while (await _get(port, path)).status != 200:
         if child.process.poll() is not None or time.monotonic() > latest:
             raise BenchError(f"{child.name} does not serve: {_last_line(child.log)}")
@@ -77,6 +81,7 @@ class Engine:
     name: str
     command: list[str]
     port: int
+    start_timeout: float = START_TIMEOUT_S
     child: ChildProcess | None = None
 
     def send(self, number: signal.Signals) -> None:
@@ -114,7 +119,7 @@ class EngineFleet:
 
     async def restart(self, engine: Engine) -> None:
         engine.child = self._family.start(engine.name, engine.command, "")
-        await wait_until_healthy(engine.child, engine.port)
+        await wait_until_healthy(engine.child, engine.port, timeout=engine.start_timeout)
 
     def kill(self, engine: Engine) -> None:
         engine.send(signal.SIGKILL)
@@ -162,7 +167,7 @@ def mock_fleet(
 
 @dataclass(frozen=True, slots=True)
 class RouterCommand:
-    """How a router is started; vllm-router has an `environment` of its own."""
+    """How a router is started. Those of PyPI have an `environment` of their own."""
 
     name: str = OURS
     flags: tuple[str, ...] = ()
@@ -176,8 +181,8 @@ class RouterCommand:
             return [one for one in our_command(port, [], [], flags) if not one.startswith(hosts)]
         if self.environment is None:
             return our_command(port, *fleet.ports, (*OUR_FLAGS, *self.flags))
-        flags = (*VLLM_ROUTER_FLAGS, *self.flags)
-        return vllm_router_command(self.environment, port, *fleet.ports, flags)
+        flags = (*PACKAGE_FLAGS, *self.flags)
+        return package_command(self.name, self.environment, port, *fleet.ports, flags)
 
 
 @dataclass(slots=True)

@@ -17,20 +17,27 @@ from router.commands.bench.load import MALFORMED, REFUSED, TIMEOUT, LoadExchange
 from router.common.child_processes import ChildProcesses
 from scripts.benchmarks.common import free_ports
 from scripts.mock_engine import text_of
-from tests.chaos.processes import Engine, EngineFleet, post
-from tests.chaos.scenarios import Mode
+from tests.chaos.processes import (
+    START_TIMEOUT_S,
+    STOCK_START_TIMEOUT_S,
+    Engine,
+    EngineFleet,
+    post,
+)
+from tests.chaos.scenarios import Engines, Mode
+from tests.vllm.servers import ENVIRONMENT, build_python
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FILLER = 1000
 """Characters of a prompt: more than a probe has, see `noting_requests`."""
 REAL_CLIENTS, REAL_PAUSE_S = 4, 0.05
+FIRST_ANSWER_TIMEOUT_S = 60.0
 REAL_LENGTHS = (1, 31, 32, 33, 64, 100, 200, 257, 300)
-REAL_TOKENS = 16
-CONNECTOR = {
-    "kv_connector": "DisaggConnector",
-    "kv_role": "kv_both",
-    "kv_load_failure_policy": "recompute",
-}
+REAL_TOKENS = {Engines.REFERENCE: 16, Engines.STOCK: 96}
+READABLE = list(range(32, 127))
+"""Tokens of the tiny model with a text of their own: streams of stock engines are continued behind
+the text that the client has."""
+CONNECTOR = {"kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 # What an answer is.
 OK = "ok"
 WRONG = "WRONG"
@@ -77,44 +84,56 @@ def mock_questions(name: str, mode: Mode, chunks: int, interval: float, seed: in
     return question
 
 
-def reference_fleet(family: ChildProcesses) -> EngineFleet:
+def real_fleet(family: ChildProcesses, engines: Engines) -> EngineFleet:
     """One prefiller and two decoders with a tiny model, whose tokens depend on the whole prompt."""
     model = write_tiny_model(family.directory / "tiny-random")
-    prefillers = [_reference_engine("real prefill", model)]
-    decoders = [_reference_engine(f"real decode {number}", model) for number in range(2)]
+    prefillers = [_real_engine("prefill", engines, model)]
+    decoders = [_real_engine(f"decode {number}", engines, model) for number in range(2)]
     return EngineFleet(family, prefillers, decoders)
 
 
-def _reference_engine(name: str, model: Path) -> Engine:
+def _real_engine(role: str, engines: Engines, model: Path) -> Engine:
     """Without a prefix cache: what is not pulled is computed."""
     port, side_channel = free_ports(2)
-    devices = os.environ.get("UCX_NET_DEVICES", "all")
-    command = [
-        *("env", "VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1"),
-        *(f"VLLM_NIXL_SIDE_CHANNEL_PORT={side_channel}", f"UCX_NET_DEVICES={devices}"),
-        *(sys.executable, "-m", "engine_ext.reference.cli", "--port", str(port)),
-        *("--model", str(model), "--served-model-name", "m", "--num-threads", "1"),
-        *("--shutdown-timeout", "0", "--no-enable-prefix-caching"),
-        *("--kv-transfer-config", json.dumps(CONNECTOR)),
-    ]
-    return Engine(name, command, port)
+    variables = {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
+        "UCX_NET_DEVICES": os.environ.get("UCX_NET_DEVICES", "all"),
+    }
+    if engines is Engines.STOCK:
+        variables |= {**ENVIRONMENT, "VLLM_PLUGINS": "none"}
+        command = [str(build_python()), "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--block-size", "32", "--enforce-eager", "--dtype", "float32"]
+        command += ["--max-model-len", "2048", "--kv-cache-memory-bytes", "256M"]
+        transfer = {**CONNECTOR, "kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+    else:
+        command = [sys.executable, "-m", "engine_ext.reference.cli"]
+        command += ["--num-threads", "1", "--shutdown-timeout", "0"]
+        transfer = {**CONNECTOR, "kv_connector": "DisaggConnector"}
+    command = ["env", *(f"{name}={value}" for name, value in variables.items()), *command]
+    command += ["--model", str(model), "--served-model-name", "m", "--port", str(port)]
+    command += ["--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(transfer)]
+    timeout = STOCK_START_TIMEOUT_S if engines is Engines.STOCK else START_TIMEOUT_S
+    return Engine(f"{engines} {role}", command, port, timeout)
 
 
 @dataclass(frozen=True, slots=True)
 class Oracle:
-    """Prompts, and what one reference engine alone answers."""
+    """Prompts, and what one engine alone answers."""
 
+    engines: Engines
     answers: Sequence[tuple[str, str]]
 
     @classmethod
-    async def learn(cls, engine: Engine, seed: int) -> Oracle:
+    async def learn(cls, engine: Engine, engines: Engines, seed: int) -> Oracle:
         answers = []
         for number, length in enumerate(REAL_LENGTHS):
             rng = random.Random(f"{seed} {number}")
             prompt = "".join(rng.choices("abcdefghij klmnop", k=length))
-            answer = await post(engine.port, COMPLETIONS, _body(prompt, False))
+            asked = _body(engines, prompt, False)
+            answer = await post(engine.port, COMPLETIONS, asked, FIRST_ANSWER_TIMEOUT_S)
             answers.append((prompt, _text_in(answer["choices"][0])))
-        return cls(answers)
+        return cls(engines, answers)
 
     def questions(self) -> Questions:
         """Return a maker of requests: prompts in turns, every second one streamed."""
@@ -122,22 +141,25 @@ class Oracle:
 
         def question() -> Question:
             (prompt, expected), is_streamed = next(kinds)
-            request = request_bytes(COMPLETIONS, _body(prompt, is_streamed))
+            request = request_bytes(COMPLETIONS, _body(self.engines, prompt, is_streamed))
             return Question(request, is_streamed, expected)
 
         return question
 
 
-def _body(prompt: str, is_streamed: bool) -> bytes:
+def _body(engines: Engines, prompt: str, is_streamed: bool) -> bytes:
     body = {
         "model": "m",
         "prompt": prompt,
-        "max_tokens": REAL_TOKENS,
+        "max_tokens": REAL_TOKENS[engines],
         "temperature": 0,
         "ignore_eos": True,
-        "return_token_ids": True,
         "stream": is_streamed,
     }
+    if engines is Engines.STOCK:
+        body["allowed_token_ids"] = READABLE
+    else:
+        body["return_token_ids"] = True
     return json.dumps(body).encode()
 
 
@@ -187,5 +209,5 @@ def _text_in(choice: dict[str, Any]) -> str:
     """Return token ids where they were asked for: several may look the same as text."""
     if choice.get("token_ids") is not None:
         return "".join(f"{token} " for token in choice["token_ids"])
-    message = choice.get("message") or choice.get("delta") or {}
+    message = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
     return str(message.get("content") or "")

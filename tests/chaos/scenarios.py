@@ -32,6 +32,14 @@ class Mode(StrEnum):
     MIXED = "mixed"
 
 
+class Engines(StrEnum):
+    MOCK = "mock"
+    REFERENCE = "reference"
+    STOCK = "stock"
+    """Unmodified vLLM on a CPU, without our plugin. They run only if they are asked for: see
+    scripts/install_vllm."""
+
+
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
@@ -60,21 +68,21 @@ class Scenario:
     aim_of_streams: Aim | None = None
     chunks: int = 10
     interval: float = 0.02
-    is_real: bool = False
-    """Before reference engines instead of mock engines."""
+    engines: Engines = Engines.MOCK
 
     def aim_in(self, mode: Mode) -> Aim:
         return self.aim if mode is Mode.UNARY else self.aim_of_streams or self.aim
 
     @property
     def modes(self) -> tuple[Mode, ...]:
-        return (Mode.MIXED,) if self.is_real else (U, S)
+        return (U, S) if self.engines is Engines.MOCK else (Mode.MIXED,)
 
 
 NOT_FROZEN = Aim(longest=MAX_WAIT_S)
 STREAM_NOT_FROZEN = Aim(longest=MAX_WAIT_S, silence=MAX_GAP_S)
 FREEZE = (Blow.FREEZE, False, FREEZE_S)
 P, D = Role.PREFILL, Role.DECODE
+REFERENCE, STOCK = Engines.REFERENCE, Engines.STOCK
 U, S = Mode.UNARY, Mode.STREAMED
 
 
@@ -98,10 +106,13 @@ def scenarios() -> Mapping[str, Scenario]:
         Scenario("slow-p", P, Fault.SLOW),
         Scenario("no-prefillers", P, Blow.KILL, everyone=True),
         Scenario("router-restart", Role.ROUTER, Blow.HANDOVER, after=4.0, chunks=60, interval=0.05),
-        Scenario("real-kill-p", P, Blow.KILL, is_real=True),
-        Scenario("real-kill-d", D, Blow.KILL, is_real=True),
-        Scenario("real-stop-d", D, Blow.STOP, is_real=True),
-        Scenario("real-freeze-d", D, *FREEZE, aim_of_streams=STREAM_NOT_FROZEN, is_real=True),
+        Scenario("real-kill-p", P, Blow.KILL, engines=REFERENCE),
+        Scenario("real-kill-d", D, Blow.KILL, engines=REFERENCE),
+        Scenario("real-stop-d", D, Blow.STOP, engines=REFERENCE),
+        Scenario("real-freeze-d", D, *FREEZE, aim_of_streams=STREAM_NOT_FROZEN, engines=REFERENCE),
+        Scenario("stock-kill-p", P, Blow.KILL, engines=STOCK),
+        Scenario("stock-kill-d", D, Blow.KILL, engines=STOCK),
+        Scenario("stock-freeze-d", D, *FREEZE, aim_of_streams=STREAM_NOT_FROZEN, engines=STOCK),
     ]
     return {scenario.name: scenario for scenario in made}
 

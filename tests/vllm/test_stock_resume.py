@@ -1,8 +1,12 @@
 """Streams of unmodified vLLM go on at another decode engine when theirs is killed: text, ids,
 log-probabilities, usage and finish reason are those of one engine alone."""
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +86,16 @@ def test_streams_of_a_killed_engine_go_on(three: tuple[Fleet, list[Server]]) -> 
                 got = [one.result(timeout=200) for one in asking]
             assert metric(router, RESUMED) >= 2
         assert [differ(*both) for both in zip(right, got, strict=True)] == [[]] * len(asked)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("scenario", ["stock-kill-p", "stock-kill-d"])
+def test_clients_see_nothing_of_a_killed_engine(tmp_path: Path, scenario: str) -> None:
+    """The drill under load, in which an engine is also started again."""
+    patient = ("--router-arg=--health-timeout", "--router-arg=5")
+    command = [sys.executable, "scripts/bench.py", "chaos", "--only", scenario, *patient]
+    subprocess.run([*command, "--json", tmp_path / "runs"], check=True, timeout=1500)
+    (run,) = json.loads((tmp_path / "runs").read_text())["runs"]
+    assert run["errors"] == {}
+    assert run["ok"] == run["requests"] > 0
