@@ -87,9 +87,11 @@ MAX_ASKED = 3
 PART_OF_CHARACTER = "\ufffd"
 # How most blocks end: with the ids of the only choice of one chunk.
 IDS_BEFORE_END = b',"token_ids":['
-USUAL_END = b"]}]}\n\n"
+USUAL_END, NO_IDS_END = b"]}]}\n\n", b"}]}\n\n"
 # Before them, at most FAR bytes away.
 NOT_FINISHED, FAR = b'"finish_reason":null', 96
+# What comes before the text of such a block.
+TEXT_START = re.compile(rb'"(?:content|reasoning|reasoning_content|text)":"')
 SPACES = b" \t\r\n"
 TOOL_CALLS, FUNCTION_CALL = b'"tool_calls"', b'"function_call"'
 CHOICE, ROLE = b'"choices":[{', b'"role"'
@@ -124,8 +126,8 @@ class IdBuffer(RequestBuffer):
     """
 
     __slots__ = (
-        "_group", "_has_begun", "_hides_ids", "_num", "_num_before", "_num_bytes_before",
-        "_shift", "_tail", "_tail_field",
+        "_after_text", "_before_text", "_group", "_has_begun", "_hides_ids", "_num", "_num_before",
+        "_num_bytes_before", "_shift", "_tail", "_tail_field",
     )  # fmt: skip
 
     def __init__(
@@ -136,6 +138,8 @@ class IdBuffer(RequestBuffer):
         self._num = self._num_before = self._num_bytes_before = 0
         self._tail: deque[bytes] = deque(maxlen=TAIL_BLOCKS)
         self._tail_field = ""
+        # All bytes of most chunks of the first engine, but for the text and its id.
+        self._before_text = self._after_text = b""
         # What is added to the offsets in the text of log-probabilities.
         self._shift = 0
         # The engine that continues has sent text.
@@ -174,6 +178,7 @@ class IdBuffer(RequestBuffer):
             self._memory.size -= len(self._output_ids) - len(kept)
             self._output_ids = bytearray(kept)
             self._num -= num_unsent
+        self._before_text = b""
         self._num_before, self._num_bytes_before = self._num, len(self._output_ids)
         self._has_begun = False
         last = [chunk for chunk in chunks if chunk.text]
@@ -185,12 +190,35 @@ class IdBuffer(RequestBuffer):
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.is_cut:
             return b""
+        if (before := self._before_text) and block.startswith(before):
+            # Without a quote in the text, it is one chunk like the others.
+            at = block.find(b'"', len(before))
+            if (
+                block.startswith(self._after_text, at)
+                and block.find(b"\n") == len(block) - 2
+                and block.endswith(USUAL_END)
+                and (ids := block[at + len(self._after_text) : -len(USUAL_END)]).isdigit()
+                and not last
+                and self._ending is None
+            ):
+                self._tail.append(block)
+                if not self.is_full and self._memory.has_room(len(ids) + 1):
+                    self._memory.size += len(ids) + 1
+                    self._output_ids += b"," + ids
+                    self._num += 1
+                else:
+                    self.is_full = True
+                if self._hides_ids:
+                    block = block[: at + len(self._after_text) - len(IDS_BEFORE_END)] + NO_IDS_END
+                return block if self.inner is None else self.inner.passing(block, False)
         usual = -1 if last or self._ending is not None else self._find_usual_ids(block)
         if usual > 0:
+            if not self._num_before and not self._is_renaming:
+                self._note_usual(block, usual)
             self._tail.append(block)
             self._keep_ids(block[usual + len(IDS_BEFORE_END) : -len(USUAL_END)])
             if self._hides_ids:
-                block = block[:usual] + b"}]}\n\n"
+                block = block[:usual] + NO_IDS_END
         else:
             block, self.is_cut = self._before_ending(block, last)
             block = self._without_ids(block)
@@ -217,6 +245,16 @@ class IdBuffer(RequestBuffer):
         ):
             return at
         return -1
+
+    def _note_usual(self, block: bytes, usual: int) -> None:
+        """Keep what surrounds the text of one chunk, whose ids begin at `usual`. Most chunks behind
+        it are the same there, which shows in half the time that they are usual."""
+        text = TEXT_START.search(block)
+        if text is not None:
+            end = block.find(b'"', text.end())
+            if block[end - 1 : end] != b"\\":
+                self._before_text = block[: text.end()]
+                self._after_text = block[end : usual + len(IDS_BEFORE_END)]
 
     def _without_ids(self, block: bytes) -> bytes:
         """Record the ids in any events, and take them out."""

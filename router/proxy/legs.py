@@ -440,9 +440,7 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         self._watch: LoadFailureWatch | None = None
         self.canary = run.canary
         if self.canary is not None and (
-            threshold
-            or run.resume.continued is not None
-            or not self.canary.compares(self.loads_kv)
+            threshold or run.resume.continued is not None or not self.canary.compares(self.loads_kv)
         ):
             self.canary = None
         if engine.ranks or (reuse is not None and reuse.rank is not None):

@@ -506,6 +506,7 @@ def event(ids: str | None, text: str = "x", **fields: Any) -> bytes:
 
 
 BEGIN = event("[7]", prompt_token_ids=[1, 2])
+QUOTES = ("x", 'a"b', "\\", '\\"', ',"token_ids":[5]}]}', "")
 
 
 @pytest.mark.parametrize(
@@ -518,6 +519,11 @@ BEGIN = event("[7]", prompt_token_ids=[1, 2])
         ([event("null", ""), event("[ 8 , 9 ]")], b"[1,2,7, 8 , 9 ]"),
         ([event("[8]").replace(b"\n", b"\r\n")], b"[1,2,7,8]"),
         ([event("[8]", ',"token_ids":[5]}]}')], b"[1,2,7,8]"),
+        # Most chunks differ in their text and their id alone.
+        ([event(f"[{8 + n}]", text) for n, text in enumerate(QUOTES)], b"[1,2,7,8,9,10,11,12,13]"),
+        ([event("[8]"), event("[9]") + event("[10]"), event("[11]")], b"[1,2,7,8,9,10,11]"),
+        ([event("[8]"), event("[9,10]"), event("[]", ""), event("[11]")], b"[1,2,7,8,9,10,11]"),
+        ([event("[8]", index=1), event("[9]", "\n", x="y"), event("[10]")], b"[1,2,7,8,9,10]"),
     ],
 )
 def test_ids_are_kept_and_taken_out(blocks: list[bytes], ids: bytes) -> None:
@@ -534,4 +540,5 @@ def test_ids_are_kept_and_taken_out(blocks: list[bytes], ids: bytes) -> None:
     "gap", [event(None), event("[]"), event("null"), event("[8]") + event(None)]
 )
 def test_text_without_ids_is_a_gap(gap: bytes) -> None:
-    assert not buffered(BEGIN, gap, event("[9]"))[0].can_resume
+    for blocks in ((gap,), (event("[8]"), gap), (event("[8]"), event("[8]", "\\"), gap)):
+        assert not buffered(BEGIN, *blocks, event("[9]"))[0].can_resume
