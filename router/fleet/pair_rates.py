@@ -7,7 +7,9 @@ from one report to the next is added up with a weight that halves in HALF_LIFE_S
 
 A pair is *slow* if it moves less than a third of the bytes per second that its *neighbours* move in
 the median, and its transfers take more than three times as long: short transfers have low rates and
-long ones long times where nothing is wrong. Neighbours have the same source or the same target.
+long ones long times where nothing is wrong. They must also take MIN_DELAY_S longer: milliseconds
+may be the engine's own, whose one thread polls the transfers of a slow pair as well. Neighbours
+have the same source or the same target.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ STALE_S = 300.0
 # The transfers after which a rate is known.
 MIN_TRANSFERS = 4
 SLOW_FACTOR = 3.0
+MIN_DELAY_S = 0.02
 # The most neighbours that are compared on each side of a pair.
 MAX_NEIGHBOURS = 8
 # The slow pairs are found once in this time.
@@ -230,7 +233,8 @@ def find_slow(rates: Mapping[Pair, PairRate]) -> Mapping[Pair, SlowPair]:
         usual = median_high(one.bytes_per_second for one in near)
         usual_seconds = median_low(one.transfer_seconds for one in near)
         is_slow = rate.bytes_per_second * SLOW_FACTOR < usual
-        if is_slow and rate.transfer_seconds > SLOW_FACTOR * usual_seconds:
+        limit = max(SLOW_FACTOR * usual_seconds, usual_seconds + MIN_DELAY_S)
+        if is_slow and rate.transfer_seconds > limit:
             found[pair] = SlowPair(rate, usual)
     return found
 

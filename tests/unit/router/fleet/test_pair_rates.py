@@ -146,6 +146,18 @@ def test_short_transfers_are_not_slow_because_their_rate_is_low() -> None:
     assert [*find_slow(known)] == [("p", "d2")]
 
 
+def test_another_pair_of_the_engine_that_reads_over_a_slow_pair_is_not_slow() -> None:
+    """The thread that polls the slow READs notices the ends of the others some milliseconds
+    late."""
+    rates, moved = PairRates(), {("p1", "d1"): 0.003, ("p2", "d1"): 0.003, ("p1", "d2"): 2.0}
+    for at in (0.0, INTERVAL_S, 2 * INTERVAL_S):
+        for pair, seconds in (moved | {("p2", "d2"): 0.012}).items():
+            num = 10 * at / INTERVAL_S
+            totals = TransferTotals(num, num * 400_000, num * seconds, num * seconds)
+            rates.note(pair, totals, at)
+    assert [*find_slow(rates.rates(2 * INTERVAL_S))] == [*rates.slow] == [("p1", "d2")]
+
+
 def test_pairs_without_an_engine_in_common_are_not_compared() -> None:
     assert find_slow({("p1", "d1"): rate(40.0), ("p2", "d2"): rate(1.0)}) == {}
 
