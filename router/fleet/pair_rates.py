@@ -129,13 +129,9 @@ class _RecordedPair(Struct):
 
 
 class PairRates:
-    """The recorded pairs. Other threads may read `slow`, `rates` and `slowest`.
+    """The recorded pairs. Other threads may read `slow`, `rates` and `slowest`."""
 
-    `from_start`: what a pair had moved before it was first reported counts, too.
-    """
-
-    def __init__(self, from_start: bool = False) -> None:
-        self._from_start = from_start
+    def __init__(self) -> None:
         self._reporting: set[str] = set()
         """The engines that have reported before: what they then list for the first time is new."""
         self._pairs: dict[Pair, _RecordedPair] = {}
@@ -172,7 +168,7 @@ class PairRates:
         if known is None:
             if not self._has_room(now):
                 return
-            known = _RecordedPair(NOTHING if self._from_start or is_new else totals, now)
+            known = _RecordedPair(NOTHING if is_new else totals, now)
             self._pairs[pair] = known
         has_restarted = any(new < old for new, old in zip(totals, known.totals, strict=True))
         more = totals if has_restarted else totals.plus(known.totals, -1.0)

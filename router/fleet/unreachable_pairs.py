@@ -23,6 +23,10 @@ FIRST_AVOIDANCE_S = 10.0
 MAX_AVOIDANCE_S = 300.0
 # At most this many pairs are recorded. The pair with the oldest failure is dropped for a new one.
 MAX_PAIRS = 1024
+WRONG_KV_CURE = (
+    "restart the decode engine, whose prefix cache may hold wrong blocks; compare the versions and "
+    "logs of both engines (docs/failures.md#wrong-kv)"
+)
 
 
 @dataclass(slots=True)

@@ -168,6 +168,13 @@ def choose_canary(run: Run) -> Canary | None:
     return Canary(is_greedy, fields, decode_fields)
 
 
+def make_test_canary(has_logprobs: bool) -> Canary:
+    """Return the canary of a completion with temperature 0. Token ids can only agree; tokens that
+    differ need log-probabilities, for which vLLM compiles a kernel at the first such request."""
+    fields = COMPLETION_LOGPROBS if has_logprobs else RETURN_IDS
+    return Canary(True, fields, fields)
+
+
 def _is_comparable(body: Json) -> bool:
     if not EXCLUDED.isdisjoint(body) and any(body.get(name) for name in EXCLUDED):
         return False
@@ -182,11 +189,13 @@ def _is_comparable(body: Json) -> bool:
 class Canary:
     """The canary of one request, with all of its legs.
 
-    `has_agreed`: the decode engine that answers has the prefill engine's first token.
+    `has_agreed`: the decode engine that answers has the prefill engine's first token. `is_unsure`:
+    it has another one, and nothing shows how likely that is.
     """
 
     __slots__ = ("_adds", "_decode_fields", "_expected", "_has_differed", "_is_greedy",
-                 "_is_prefilled", "_prefill_fields", "_prefiller", "has_agreed")  # fmt: skip
+                 "_is_prefilled", "_prefill_fields", "_prefiller", "has_agreed",
+                 "is_unsure")  # fmt: skip
 
     def __init__(self, is_greedy: bool, prefill_fields: bytes, decode_fields: bytes) -> None:
         self._is_greedy = is_greedy
@@ -196,7 +205,7 @@ class Canary:
         self._is_prefilled = asyncio.Event()
         # The router added its fields to the decode leg, so it takes them out of the answer.
         self._adds = False
-        self._has_differed = self.has_agreed = False
+        self._has_differed = self.has_agreed = self.is_unsure = False
 
     def prefill_body(self, engine: Engine, body: BodyHalves, is_usable: bool) -> BodyHalves:
         """Return the body of a prefill leg. `is_usable`: its token is the answer's first one, and
@@ -243,6 +252,7 @@ class Canary:
         worst = None
         if expected is not None and found is not None:
             worst = difference(expected, found, self._is_greedy)
+            self.is_unsure = worst is None
         metrics = run.gateway.metrics
         if worst is None:
             metrics.kv_canary.add(("not_comparable",))

@@ -13,6 +13,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from random import Random
+from secrets import token_hex
 from time import monotonic as now
 from typing import NamedTuple, TypeVar
 
@@ -20,6 +21,7 @@ from router.auth.api_keys import ApiKey
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Health
 from router.http_client.errors import BrokenAnswerError, UpstreamError
 from router.openai.errors import EngineError, RequestError
+from router.proxy.canary import Canary
 from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
 from router.proxy.kv_protocols import protocol_of
@@ -88,7 +90,7 @@ class EnginePair(NamedTuple):
         """KV may move between the engines as they are now. An engine may have changed its model."""
         prefiller, decoder = self.prefiller.engine, self.decoder.engine
         plays = prefiller.role.plays(PREFILL) and decoder.role.plays(DECODE)
-        return plays and _can_pair(prefiller, decoder)
+        return plays and can_pair(prefiller, decoder)
 
 
 class PairAnswer(NamedTuple):
@@ -192,7 +194,8 @@ class EngineWarmer:
         started = now()
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                await send_test_request(self._gateway, prefiller, decoder, self._random)
+                prompt = self._random.choices(PROMPT_TOKEN_IDS, k=WARM_UP_TOKENS)
+                await send_test_request(self._gateway, prefiller, decoder, prompt)
         except (UpstreamError, EngineError, RequestError, TimeoutError) as error:
             outcome = "failed"
             self._gateway.throttle.warn(
@@ -213,16 +216,17 @@ async def send_test_request(
     gateway: Gateway,
     prefiller: Engine,
     decoder: Engine,
-    random: Random,
-    num_tokens: int = WARM_UP_TOKENS,
+    prompt: Sequence[int],
+    canary: Canary | None = None,
 ) -> PairAnswer:
-    """Send a request of the router's own, of `num_tokens` random tokens, through two engines.
+    """Send a request of the router's own, a prompt of token ids, through two engines. The canary
+    compares their first tokens.
 
     Raises UpstreamError, EngineError or RequestError. The caller limits the time.
     """
     limits = gateway.limits
     route = Route(prefiller.group, (prefiller,), (decoder,))
-    request = _test_request(gateway, prefiller, decoder, random, num_tokens)
+    request = _test_request(gateway, prefiller, decoder, prompt)
     protocol = protocol_of(prefiller)
     pushes = protocol is None and choose_mode(route, limits.transfer_mode) is PUSH
     push = make_push(request, prefiller, decoder, forced=True) if pushes else None
@@ -237,6 +241,7 @@ async def send_test_request(
         ResumeState(request, gateway, limits.max_resumes),
         AnswersHeld(gateway.memory.answers),
     )
+    run.canary = canary
     offers_kv = True
     try:
         if protocol is not None:
@@ -251,6 +256,7 @@ async def send_test_request(
             params = prefilled.params
             offers_kv = params is not None
             if offers_kv:
+                run.prefiller = prefiller
                 run.hold(prefiller)
             try:
                 if prefiller.group != decoder.group:
@@ -270,21 +276,22 @@ async def send_test_request(
 
 
 def _test_request(
-    gateway: Gateway, prefiller: Engine, decoder: Engine, random: Random, num_tokens: int
+    gateway: Gateway, prefiller: Engine, decoder: Engine, prompt: Sequence[int]
 ) -> Request:
     models = _shared_models(prefiller, decoder)
     body = {
         **({"model": min(models)} if models else {}),
-        "prompt": random.choices(PROMPT_TOKEN_IDS, k=num_tokens),
+        "prompt": prompt,
         "max_tokens": 1,
+        "temperature": 0,
         "stream": False,
     }
     moment = now()
     exchange = DiscardedExchange(asyncio.get_running_loop(), moment)
-    record = Record(ENDPOINT, moment, f"warm-up-{random.getrandbits(64):016x}")
+    record = Record(ENDPOINT, moment, f"warm-up-{token_hex(8)}")
     latest = moment + WARM_UP_TIMEOUT_S
     made = Request(exchange, record, gateway.engine_line, latest, next_number())
-    made.body, made.model, made.tokens = body, body.get("model"), num_tokens
+    made.body, made.model, made.tokens = body, body.get("model"), len(prompt)
     return made
 
 
@@ -327,7 +334,7 @@ def _require(outcome: T | LegFailure | LegRefusal) -> T:
 def _pairs(life: EngineLife, partners: Iterable[EngineLife]) -> Iterable[EnginePair]:
     """Return the pairs of an engine with those partners to which KV may move. Busy partners come
     first, because client requests would use these pairs first."""
-    near = [other for other in partners if _can_pair(life.engine, other.engine)]
+    near = [other for other in partners if can_pair(life.engine, other.engine)]
     near.sort(key=lambda other: (-other.engine.in_flight, other.engine.name))
     pairs: list[EnginePair] = []
     for other in near[:MAX_PARTNERS]:
@@ -338,7 +345,8 @@ def _pairs(life: EngineLife, partners: Iterable[EngineLife]) -> Iterable[EngineP
     return pairs
 
 
-def _can_pair(one: Engine, other: Engine) -> bool:
+def can_pair(one: Engine, other: Engine) -> bool:
+    """Return True if the engines are in one group and may serve the same model."""
     return one.group == other.group and _shared_models(one, other) != frozenset()
 
 

@@ -21,6 +21,7 @@ from router.fleet.fleet import Fleet
 from router.fleet.pair_rates import SLOW_CURE
 from router.fleet.partners import FindingKind
 from router.fleet.registry import EngineRegistry
+from router.fleet.unreachable_pairs import WRONG_KV_CURE
 
 # The most results of one process, and the longest text in characters.
 MAX_RESULTS = 32
@@ -135,8 +136,7 @@ def _check_kv(fleet: Fleet) -> Iterator[CheckResult]:
         if fleet.unreachable_pairs.is_silent(prefiller, decoder):
             text = f"wrong KV was loaded from {prefiller} to {decoder}: another first token; this "
             text += "pair is avoided for a while"
-            cure = "restart the decode engine, whose prefix cache may hold wrong blocks; compare "
-            cure += "the versions and logs of both engines (docs/failures.md#wrong-kv)"
+            cure = WRONG_KV_CURE
         yield CheckResult(name="KV pair", state=CheckState.WARNING, text=text, cure=cure)
     for pair, slow in fleet.pair_rates.slow.items():
         text = slow.describe(pair)

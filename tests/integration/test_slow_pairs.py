@@ -1,21 +1,18 @@
 """Two prefill and two decode engines, of which one pair moves KV slowly: the router and doctor name
-it, and it gets fewer requests. It takes minutes, and on a loaded machine another pair of the same
-decode engine is slow beside its neighbours, too."""
+it, and it gets fewer requests. It takes minutes."""
 
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 
 from tests.conftest import find_free_ports
 from tests.integration.oracle import complete_all, text_of
 from tests.integration.processes import Launcher, Server
+from tests.smoke.test_doctor import doctor, failed, texts
 
 pytestmark = pytest.mark.nightly
 REQUESTS = 32
@@ -28,26 +25,50 @@ def reads(decoder: Server) -> dict[str, int]:
     return {one["engine_id"]: one["transfers"] for one in rank["moved"]}
 
 
-def failed_checks(url: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "router.commands.cli", "doctor", url, "--json"]
-    done = subprocess.run(command, capture_output=True, timeout=120)
-    checks = json.loads(done.stdout)["checks"]
-    return [check for check in checks if check["state"] == "FAIL"]
+class Fleet(NamedTuple):
+    """`p_a` -> `d_b` is the throttled pair."""
+
+    p_a: Server
+    p_b: Server
+    d_a: Server
+    d_b: Server
+
+    @property
+    def slow_pair(self) -> str:
+        return f"127.0.0.1:{self.p_a.port} -> 127.0.0.1:{self.d_b.port}"
+
+
+@pytest.fixture(scope="module")
+def fleet(launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    (p_port, p_side) = find_free_ports(2)
+    throttled = tmp_path_factory.mktemp("pairs") / "throttled"
+    throttled.write_text(str(p_side))
+    double = "tests.integration.throttled_engine"
+    with ExitStack() as stack:
+        engines = (
+            launcher.engine("p-a", ports=(p_port, p_side), engine_id="slow-p"),
+            launcher.engine("p-b"),
+            launcher.engine("d-a"),
+            launcher.engine("d-b", "--throttled", str(throttled), module=double),
+        )
+        yield Fleet(*map(stack.enter_context, engines))
+
+
+def test_doctor_moves_a_prompt_over_each_pair_and_names_the_slow_one(fleet: Fleet) -> None:
+    urls = [engine.url for engine in fleet]
+    _, checks = doctor("--prefill", *urls[:2], "--decode", *urls[2:])
+    (check,) = failed(checks)
+    assert check["name"] == "KV rate"
+    assert check["text"].startswith(f"{fleet.slow_pair} moves KV at ")
+    text = "both engines have the same first token, 4 of 4 pairs compared"
+    assert texts(checks, "KV content") == [text]
 
 
 def test_a_throttled_pair_is_named_and_gets_fewer_requests(
-    launcher: Launcher, tmp_path: Path
+    launcher: Launcher, fleet: Fleet
 ) -> None:
-    (p_port, p_side), throttled = find_free_ports(2), tmp_path / "throttled"
-    throttled.write_text(str(p_side))
-    double = "tests.integration.throttled_engine"
-    with (
-        launcher.engine("p-a", ports=(p_port, p_side), engine_id="slow-p") as p_a,
-        launcher.engine("p-b") as p_b,
-        launcher.engine("d-a") as d_a,
-        launcher.engine("d-b", "--throttled", str(throttled), module=double) as d_b,
-        launcher.router([p_a, p_b], [d_a, d_b]) as router,
-    ):
+    p_a, p_b, d_a, d_b = fleet
+    with launcher.router([p_a, p_b], [d_a, d_b]) as router:
         sent = 0
 
         def load(requests: int = REQUESTS) -> None:
@@ -73,8 +94,8 @@ def test_a_throttled_pair_is_named_and_gets_fewer_requests(
             load()
         source, target = f"127.0.0.1:{p_a.port}", f"127.0.0.1:{d_b.port}"
         assert f'{SLOW}source="{source}",target="{target}"}}' in named
-        check, *_ = failed_checks(router.url)
+        check, *_ = failed(doctor(router.url)[1])
         assert check["name"] == "KV rate"
-        assert check["text"].startswith(f"{source} -> {target} moves KV at ")
+        assert check["text"].startswith(f"{fleet.slow_pair} moves KV at ")
         share = of_pair(partial(load, 3 * REQUESTS))
         assert share < share_before / 2, (share, share_before)

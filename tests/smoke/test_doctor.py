@@ -59,6 +59,10 @@ def test_fleet_that_is_well_has_no_failed_check_and_moves_kv(
         assert moved.startswith("yes, ")
         back = texts(checks, "KV moved back")
         assert [text[:5] for text in back] == (["yes, "] if p is fleet.p else [])
+        (content,) = texts(checks, "KV content")
+        assert content == "both engines have the same first token, 1 of 1 pairs compared"
+        (rate,) = texts(checks, "KV rate")
+        assert " or more, 1 of 1 pairs measured with prompts of 4096 tokens" in rate
         (borrowed,) = texts(checks, "prefix borrowed")
         assert borrowed.startswith("yes, " if p is fleet.p else "no engine lends")
     with launcher.router([fleet.p], [fleet.d]) as router:

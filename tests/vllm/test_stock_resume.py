@@ -13,6 +13,7 @@ import pytest
 
 from tests.integration.oracle import text_of
 from tests.integration.processes import Server, metric, wait_for
+from tests.smoke.test_doctor import doctor, failed, texts
 from tests.vllm.measures import RUNNING, nothing_left
 from tests.vllm.releases import BUILD, RELEASES, of_next
 from tests.vllm.resumed_answers import PATHS, ask, body_of, differ, streamed
@@ -66,6 +67,19 @@ def bodies(shows: bool, number: int) -> list[tuple[str, dict[str, Any]]]:
                 body.pop("return_tokens_as_token_ids")
             made.append((kind, body))
     return made
+
+
+def test_the_doctor_measures_the_rate_of_a_pair_and_compares_its_first_tokens(
+    three: tuple[Fleet, list[Server]],
+) -> None:
+    _, (prefiller, decoder, _) = three
+    _, checks = doctor("--prefill", prefiller.url, "--decode", decoder.url)
+    assert failed(checks) == []
+    (rate,) = texts(checks, "KV rate")
+    assert " or more, 1 of 1 pairs measured with prompts of 2047 tokens" in rate
+    assert texts(checks, "KV content") == [
+        "both engines have the same first token, 1 of 1 pairs compared"
+    ]
 
 
 def test_streams_of_a_killed_engine_go_on(three: tuple[Fleet, list[Server]]) -> None:

@@ -46,6 +46,8 @@ RETRY_FOR_S = 25.0
 # The checks that depend on where the doctor runs, and on what it may ask.
 NO_REQUESTS = ", so it gets no requests beside engines that list their models"
 REACH = ("name", "port", "answers", "health", "models")
+# KV that is wrong once in a while is wrong: a failure of this check is not repeated.
+KV_CONTENT = "KV content"
 T = TypeVar("T")
 
 
@@ -86,12 +88,18 @@ class Findings:
         self.checks.append(Check(self.subject, name, state, text, cure))
 
 
+def is_repeated(results: Sequence[Check]) -> bool:
+    """Return True if a check has failed and may pass when it is repeated."""
+    failed = [one.name for one in results if one.state is State.FAIL]
+    return bool(failed) and KV_CONTENT not in failed
+
+
 async def retried(check: Callable[[], Awaitable[list[Check]]]) -> list[Check]:
     """Return the results of a check, of its last try if it fails."""
     started = now()
     for _ in range(MAX_TRIES - 1):
         results = await check()
-        if all(one.state is not State.FAIL for one in results) or now() - started > RETRY_FOR_S:
+        if not is_repeated(results) or now() - started > RETRY_FOR_S:
             return results
         await asyncio.sleep(RETRY_PAUSE_S)
     return await check()

@@ -46,8 +46,8 @@ from router.settings import UNSAFE_REUSE, Settings, SettingsError, flag_of, load
 
 DESCRIPTION = f"""\
 Checks a fleet and prints a line for each check, with what to do if it fails: names, ports, /health,
-models, whether prefill and decode engines can exchange KV, a request through each of them, and a
-loan of one engine's prefix cache to another.
+models, whether prefill and decode engines can exchange KV, a request through each of them, a loan
+of one engine's prefix cache to another, and how fast a prompt's KV moves between each two engines.
 
 With the router's options it checks the engines and files that they name. With the URL of a running
 router it checks that router (default: {DEFAULT_URL}). The variable {API_KEY} is the API

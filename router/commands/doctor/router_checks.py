@@ -13,7 +13,8 @@ import httpx
 
 from router.commands.console import CommandError
 from router.commands.doctor.checks import Check, Findings, check_clock, check_reach
-from router.commands.doctor.fleet_checks import TEST_PROMPT_TOKENS, find_transfer
+from router.commands.doctor.fleet_checks import TEST_PROMPT_TOKENS
+from router.commands.doctor.transfer_check import find_transfer
 from router.commands.router_client import error_message, first_model_in, send
 from router.commands.status import NotMetricsError, RouterStatus, parse_metrics
 from router.fleet.engine import Engine

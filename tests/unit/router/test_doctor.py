@@ -37,7 +37,7 @@ OWN_ID = re.compile(r"(warm-up|doctor)-[0-9a-f]{16}")
 @pytest.fixture(autouse=True)
 def no_pause_before_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks_module, "RETRY_PAUSE_S", 0.0)
-    monkeypatch.setattr("router.commands.doctor.fleet_checks.TRANSFER_REPORT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("router.commands.doctor.transfer_check.TRANSFER_REPORT_TIMEOUT_S", 0.3)
 
 
 def moves_kv(engine: MockEngine) -> None:

@@ -53,12 +53,6 @@ def test_a_rate_is_that_of_what_moved_between_two_reports() -> None:
     assert rates.rates(20.0) == {(P, D): PairRate(4 * GB, 0.4)}
 
 
-def test_totals_since_the_start_count_if_that_is_asked_for() -> None:
-    rates = PairRates(from_start=True)
-    rates.note((P, D), TransferTotals(10, 8 * GB, 4.0, 2.0), 0.0)
-    assert rates.rates(0.0) == {(P, D): PairRate(4 * GB, 0.4)}
-
-
 def test_a_few_transfers_are_no_rate() -> None:
     rates = PairRates()
     rates.note((P, D), TransferTotals(), 0.0)
@@ -183,7 +177,8 @@ def test_tensor_ranks_move_together_and_data_parallel_ranks_one_by_one() -> None
     ("operation", "pair"), [("READ", (P, D)), ("LOAN", (P, D)), ("WRITE", (D, P))]
 )
 def test_the_reader_reports_a_read_and_the_writer_a_write(operation: str, pair: Pair) -> None:
-    rates = PairRates(from_start=True)
+    rates = PairRates()
+    rates.note_page(D, page(), 0.0)
     rates.note_ids(P, ["engine-p_dp0", "engine-p_dp1"])
     rates.note_ids(D, ["engine-d"])
     strangers = MovedSeen(operation, "unknown", 4, 100, 2.0, 1.0)
@@ -221,7 +216,8 @@ def test_a_page_that_makes_no_sense_has_no_totals(content: bytes) -> None:
 
 
 def test_totals_of_an_engine_that_reports_no_times_are_no_rate() -> None:
-    rates = PairRates(from_start=True)
+    rates = PairRates()
+    rates.note_page(D, page(), 0.0)
     rates.note_ids(P, ["p"])
     moved: dict[str, Any] = {"what": "READ", "engine_id": "p", "transfers": 9, "bytes": 9}
     rates.note_page(D, json.dumps({"ranks": [{"moved": [moved]}]}).encode(), 0.0)
@@ -242,9 +238,9 @@ def test_a_stock_engine_has_the_sums_of_its_histograms() -> None:
     totals = stock_totals(METRICS)
     assert totals == TransferTotals(40, 4 * GB, 4.0)
     assert stock_totals(METRICS.replace(b"bytes_transferred", b"other")) is None
-    rates = PairRates(from_start=True)
-    rates.note(("", D), totals, 0.0)
-    rates.note(("", "d:2"), TransferTotals(40, 40 * GB, 1.0), 0.0)
+    rates = PairRates()
+    rates.note(("", D), totals, 0.0, is_new=True)
+    rates.note(("", "d:2"), TransferTotals(40, 40 * GB, 1.0), 0.0, is_new=True)
     known = rates.rates(0.0)
     assert known["", D] == PairRate(GB, 0.1)
     (text,) = (slow.describe(pair) for pair, slow in find_slow(known).items())
