@@ -25,6 +25,7 @@ from pydantic import BaseModel, ValidationError
 
 from router.common.tls import TlsContext
 from router.common.watched_file import WatchedFiles
+from router.fleet.pair_rates import UNKNOWN, Pair
 from router.fleet.probes import Prober
 from router.fleet.registry import EngineRegistry
 from router.fleet.views import (
@@ -65,7 +66,8 @@ Reading = Callable[[], contextlib.AbstractContextManager[Callable[[], "ProcessSn
 class ProcessSnapshot(BaseModel):
     """The view of one process.
 
-    `links` has requests per second by link. `ended` holds the requests that ended since the last
+    `links` has requests per second by link, and `slow` the slow pairs of engines, each with a
+    sentence. `ended` holds the requests that ended since the last
     snapshot for the same reader, and `missed` counts those that it has no room for. `outcomes`
     counts requests since the start of the process, `turns` turns of conversations by outcome and
     `kept` by what they left. `entries` are those of a conversation store in memory. `queue` counts
@@ -90,6 +92,7 @@ class ProcessSnapshot(BaseModel):
     kept: dict[str, int]
     entries: int | None
     needed: dict[str, dict[str, float]] = {}
+    slow: list[tuple[Pair, str]] = []
 
 
 @dataclass(slots=True)
@@ -137,6 +140,7 @@ class SnapshotSource:
         running = live.running
         ended, missed = feed.take(now())
         gateway, registry = self.gateway, self.registry
+        slow = gateway.fleet.pair_rates.slow
         metrics, settings = gateway.metrics, gateway.settings
         outcomes: Counter[str] = Counter()
         for labels, count in metrics.requests.by_outcome.counts().items():
@@ -168,6 +172,7 @@ class SnapshotSource:
             kept=_by_name(metrics.requests.conversation_kept.counts()),
             entries=entries,
             needed=needed,
+            slow=[(pair, one.describe(pair)) for pair, one in slow.items() if UNKNOWN not in pair],
         )
 
 
@@ -268,12 +273,15 @@ def _merge_refusals(snapshots: Sequence[ProcessSnapshot]) -> list[Json]:
 def _merge_links(
     snapshots: Sequence[ProcessSnapshot], byte_rates: Mapping[EngineLink, float]
 ) -> Json:
-    """Merge the links. Engines report bytes of other routers' requests, too."""
+    """Merge the links, and mark those between slow pairs of engines. Engines report bytes of other
+    routers' requests, too."""
     found: Json = {}
+    slow = dict([each for snapshot in snapshots for each in snapshot.slow][:MAX_ROWS])
 
     def of(link: EngineLink) -> Json:
         empty = {"from": link[0], "to": link[1], "kind": link[2], "rate": 0.0}
-        known: Json = found.setdefault(" ".join(link), empty | {"bytes_per_second": None})
+        empty |= {"bytes_per_second": None, "slow": slow.get(link[:2], "")}
+        known: Json = found.setdefault(" ".join(link), empty)
         return known
 
     for link, rate in [each for snapshot in snapshots for each in snapshot.links]:
@@ -281,6 +289,8 @@ def _merge_links(
     fastest = sorted(byte_rates.items(), key=lambda item: (-item[1], item[0]))
     for link, rate in fastest[:MAX_ROWS]:
         of(link)["bytes_per_second"] = rate
+    for pair in slow.keys() - {(link["from"], link["to"]) for link in found.values()}:
+        of((*pair, "prompt"))  # hardly anything moves there, because the router avoids it
     return found
 
 

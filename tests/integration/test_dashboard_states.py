@@ -496,6 +496,21 @@ async def test_output_leases_and_refusals_are_counted_in_one_way(browser: Browse
         await expect(card).to_contain_text("12 KV leases")
 
 
+async def test_the_arc_and_the_row_of_a_slow_pair_show_its_rate(browser: Browser) -> None:
+    snapshot = large_fleet(2)
+    (way,) = snapshot["ways"].values()
+    other = {**way, "to": [*snapshot["engines"]][-1], "bytes_per_second": 1.2e9}
+    text = "p -> d moves KV at 1.2 GB/s, its neighbours at 40 GB/s"
+    snapshot["ways"] = {"one": {**way, "slow": ""}, "two": {**other, "slow": text}}
+    async with showing(browser, snapshot) as page:
+        await expect(page.locator("#fleet-stage .arc")).to_have_count(2)
+        await expect(page.locator("#fleet-stage .arc.slow title")).to_have_text(text)
+        await expect(page.locator("#fleet-stage .flow.slow")).to_have_text("1.2 GB/s, slow")
+        # A click would wait for the notice of the lost connection, which may cover the table.
+        await page.locator("#transfers-summary").dispatch_event("click")
+        await expect(page.locator("#transfers-table")).to_contain_text(f"prompt: {text}")
+
+
 async def test_engines_of_both_roles_show_what_they_do_now_and_why(browser: Browser) -> None:
     snapshot = large_fleet(3)
     reason = "prompts need 1.3 engines and answers 0.4"

@@ -47,7 +47,7 @@ export class KvLinks {
       used.add(key);
       const curve = curveOf(from, to, way.kind === "turn" ? 8 : -8);
       this.drawCurve(key, way, curve);
-      const label = labels.length < MAX_LABELS ? this.labelOf(way, curve, taken) : null;
+      const label = labels.length < MAX_LABELS || way.slow ? this.labelOf(way, curve, taken) : null;
       if (label) labels.push(label);
     }
     for (const [key, path] of this.shown) {
@@ -70,12 +70,14 @@ export class KvLinks {
     const thick = Math.min(6, 1.2 + pace * 0.8).toFixed(1);
     if (path.getAttribute("d") !== curve.path) path.setAttribute("d", curve.path);
     path.setAttribute("stroke-width", thick);
-    setClass(path, `arc ${way.kind}`);
+    setClass(path, `arc ${way.kind}${way.slow ? " slow" : ""}`);
+    if (path.textContent !== (way.slow ?? "")) path.replaceChildren(draw("title", {}, way.slow));
   }
 
   // A label at the first place of its curve where it covers no other one; null if there is none.
   labelOf(way, curve, taken) {
-    const text = way.bytes_per_second ? `${bytes(way.bytes_per_second)}/s` : way.rate ? perSecond(way.rate, "req") : "";
+    const flow = way.bytes_per_second ? `${bytes(way.bytes_per_second)}/s` : way.rate ? perSecond(way.rate, "req") : "";
+    const text = [flow, way.slow && "slow"].filter(Boolean).join(", ");
     if (!text) return null;
     const width = this.pen.measureText(text).width + 2 * MARGIN;
     for (const place of PLACES) {
@@ -84,7 +86,7 @@ export class KvLinks {
       if (box.left < curve.left + 4 || box.right > curve.right - 4) continue;
       if (taken.some((one) => box.left < one.right && box.right > one.left && box.top < one.bottom && box.bottom > one.top)) continue;
       taken.push(box);
-      return draw("text", { x: x.toFixed(1), y: (y + 4).toFixed(1), class: `flow ${way.kind}`, "text-anchor": "middle" }, text);
+      return draw("text", { x: x.toFixed(1), y: (y + 4).toFixed(1), class: `flow ${way.slow ? "slow" : way.kind}`, "text-anchor": "middle" }, text);
     }
     return null;
   }
@@ -109,7 +111,7 @@ export class KvLinks {
     if (!$("transfers").open) return;
     const label = (name) => this.state.label(name);
     $("transfers-table").tBodies[0].replaceChildren(...ways.map((way) => make("tr", {},
-      make("th", { scope: "row" }, label(way.from)), make("td", {}, label(way.to)), make("td", {}, make("i", { class: `key ${way.kind}`, "aria-hidden": "true" }), WHAT[way.kind]),
+      make("th", { scope: "row" }, label(way.from)), make("td", {}, label(way.to)), make("td", {}, make("i", { class: `key ${way.kind}`, "aria-hidden": "true" }), WHAT[way.kind], way.slow && `: ${way.slow}`),
       make("td", { class: "number" }, perSecond(way.rate, "req")),
       make("td", { class: "number" }, way.bytes_per_second === null ? "not reported" : `${bytes(way.bytes_per_second)}/s`))));
   }

@@ -43,12 +43,22 @@ def test_counts_of_processes_add_up() -> None:
         "kind": "prompt",
         "rate": 1.0,
         "bytes_per_second": None,
+        "slow": "",
     }
     queue = {"depth": 4, "size": 16}
     assert told["totals"] == {"requests": 4, "in_flight": 2, "queue": queue, "by": {"ok": 4}}
     assert told["refusals"] == [{"status": 503, "text": "queue full", "count": 6}]
     assert told["turns"] == {"outcomes": {"hit": 2}, "kept": {}, "entries": 11}
     assert told["workers"] == {"answered": 2, "known": 3}
+
+
+def test_links_of_slow_pairs_are_marked_with_or_without_traffic() -> None:
+    seen, text = one(), "p -> d moves KV at 1.2 GB/s, its neighbours at 40 GB/s"
+    seen.slow = [(("p", "d"), text), (("p", "d2"), "p -> d2 moves KV slowly")]
+    ways = merge_snapshots([one(), seen], {}, {("d", "p", "turn"): 9.0})["ways"]
+    slow = {name: way["slow"] for name, way in ways.items()}
+    assert slow == {"p d prompt": text, "d p turn": "", "p d2 prompt": "p -> d2 moves KV slowly"}
+    assert ways["p d2 prompt"]["rate"] == 0
 
 
 def test_needed_engines_of_all_processes_add_up() -> None:
