@@ -2,8 +2,9 @@
 
 The first KV transfer between two engines needs a handshake, which takes seconds on real hardware.
 So the router sends a small request of its own along both legs of each new pair: a prompt of random
-tokens, which no cache holds, and one token of answer. A pair is tried once. If its warm-up fails,
-the first request of the pair waits for the handshake, as it would without warm-ups.
+tokens, which no cache holds, and one token of answer. It asks for what the canary compares: stock
+vLLM compiles a kernel at its first request with log-probabilities. A pair is tried once. If its
+warm-up fails, the first request of the pair waits for the handshake, as it would without warm-ups.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import NamedTuple, TypeVar
 from router.auth.api_keys import ApiKey
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Health
 from router.http_client.errors import BrokenAnswerError, UpstreamError
-from router.openai.errors import EngineError, RequestError
-from router.proxy.canary import Canary
+from router.openai.errors import EngineError, EngineRejectedError, RequestError
+from router.proxy.canary import Canary, make_test_canary
 from router.proxy.exchange import BodySource, Header
 from router.proxy.gateway import Gateway
 from router.proxy.kv_protocols import protocol_of
@@ -194,8 +195,7 @@ class EngineWarmer:
         started = now()
         try:
             async with asyncio.timeout(WARM_UP_TIMEOUT_S):
-                prompt = self._random.choices(PROMPT_TOKEN_IDS, k=WARM_UP_TOKENS)
-                await send_test_request(self._gateway, prefiller, decoder, prompt)
+                await self._connect(prefiller, decoder)
         except (UpstreamError, EngineError, RequestError, TimeoutError) as error:
             outcome = "failed"
             self._gateway.throttle.warn(
@@ -210,6 +210,17 @@ class EngineWarmer:
             took = now() - started
             logger.info("warm-up of %s and %s took %.2f s", prefiller.name, decoder.name, took)
         self._gateway.metrics.warm_ups.labels(outcome).inc()
+
+    async def _connect(self, prefiller: Engine, decoder: Engine) -> None:
+        """Raises UpstreamError, EngineError or RequestError."""
+        prompt = self._random.choices(PROMPT_TOKEN_IDS, k=WARM_UP_TOKENS)
+        canary = make_test_canary(True) if self._gateway.limits.kv_canary else None
+        try:
+            await send_test_request(self._gateway, prefiller, decoder, prompt, canary)
+        except EngineRejectedError:  # perhaps it allows no log-probabilities
+            if canary is None:
+                raise
+            await send_test_request(self._gateway, prefiller, decoder, prompt)
 
 
 async def send_test_request(

@@ -62,6 +62,23 @@ async def test_lazy_warms_engines_that_join_and_not_those_present_at_start(
     await router.settled()
 
 
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_warm_up_has_log_probabilities_compiled_where_engines_allow_them(
+    start_router: StartRouter, p: MockEngine, refuses: bool
+) -> None:
+    async def refuse(request: Received, peer: Peer) -> None:
+        if "logprobs" in request.json:
+            await peer.answer({"error": {"message": "no logprobs here"}}, 400)
+        else:
+            await usual_prefill(request, peer)
+
+    p.usual = refuse if refuses else usual_prefill
+    router = await start_router(warm_up="eager", kv_canary=0.02)
+    await eventually(lambda: warmed(router) == 1)
+    asked = ["logprobs" in request.json for request in warm(p)]
+    assert asked == ([True, False] if refuses else [True])
+
+
 async def test_mode_off_warms_no_pair(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
