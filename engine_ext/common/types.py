@@ -304,13 +304,17 @@ class CacheGeometry:
     """KV heads of the model over all ranks. 1 for latent attention (MLA), which each rank has as a
     whole. None: only engines with exactly the same layout can be read."""
     is_cut_by_tokens: bool = True
-    """False if a head's part of a block is not a sequence of tokens (vLLM's CPU_ATTN has all keys
-    before all values). Then only blocks of equal size are alike."""
+    """False if a head's part of a kernel's block is not a sequence of tokens (vLLM's CPU_ATTN has
+    all keys before all values, an indexer of sparse attention all keys before their scales). Then
+    only kernel blocks of equal size are alike."""
     tp_rank: int = 0
     pp_rank: int = 0
     group_windows: tuple[int | None, ...] = (None,)
     """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or the
     value of `chunked`."""
+    group_kernel_sizes: tuple[int, ...] = ()
+    """Per KV-cache group: the tokens of a kernel's block. A block is several of these, one behind
+    the other, each laid out as `kv_cache_layout` says. Empty: a block is a kernel's block."""
     is_staged: bool = False
     """KV is transferred through host memory, see engine_ext/worker/staging.py."""
     may_load: bool = True
@@ -323,6 +327,15 @@ class CacheGeometry:
     lookahead: int = 0
     """The number of later tokens that a position's KV depends on. Draft layers (EAGLE, MTP) use the
     next token, and each further MTP module one more."""
+
+    @property
+    def kernel_sizes(self) -> tuple[int, ...]:
+        return self.group_kernel_sizes or (self.block_size,) * len(self.group_windows)
+
+    @property
+    def kernel_blocks(self) -> int:
+        """The most kernel blocks that a block consists of."""
+        return self.block_size // min(self.kernel_sizes)
 
     @property
     def has_state(self) -> bool:

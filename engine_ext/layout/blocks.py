@@ -2,7 +2,8 @@
 
 A layout has vLLM's name, its axes from outermost to innermost: B blocks, L layers, H heads, N
 tokens, C one head's K and V of one token. The axes after B are inside a block: LBHNC has one memory
-region per layer, BLHNC and BHLNC have one region whose blocks hold all layers.
+region per layer, BLHNC and BHLNC have one region whose blocks hold all layers. A block may consist
+of several kernel blocks, an axis K of ours: each layer's part is then divided by tokens first.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,20 +28,30 @@ class BlockShape:
 
     @classmethod
     def of(
-        cls, layout: str, block_len: int, *, layers: int, heads: int, tokens: int
+        cls,
+        layout: str,
+        block_len: int,
+        *,
+        layers: int,
+        heads: int,
+        tokens: int,
+        kernel_blocks: int = 1,
     ) -> "BlockShape":
-        """Raises LayoutError."""
+        """`tokens` are those of a kernel block. Raises LayoutError."""
         outside, _, inside = layout.partition("B")
         if sorted(layout) != sorted("LBHNC") or layout[-1] != "C" or outside not in ("", "L"):
             raise LayoutError(f"kv_cache_layout {layout} is not supported")
         if outside and layers > 1:
             raise LayoutError(f"a block of layout {layout} holds one layer, not {layers}")
-        length, rest = divmod(block_len, layers * heads * tokens)
+        length, rest = divmod(block_len, layers * kernel_blocks * heads * tokens)
         if rest or not length:
             raise LayoutError(
-                f"block_len {block_len} is not {layers} layers of {heads} heads of {tokens} tokens"
+                f"block_len {block_len} is not {layers} layers of {heads} heads of "
+                f"{kernel_blocks * tokens} tokens"
             )
-        return cls(outside + inside, {"L": layers, "H": heads, "N": tokens, "C": length})
+        axes = (outside + inside).replace("L", "LK")
+        extents = {"L": layers, "K": kernel_blocks, "H": heads, "N": tokens, "C": length}
+        return cls(axes, extents)
 
     def stride(self, axis: str) -> int:
         """Return the bytes from one index of the axis to the next."""

@@ -107,19 +107,31 @@ def _check_layouts(ours: str, theirs: str, permute: bool) -> None:
 
 
 def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
-    ours, theirs = geometry.block_size, remote.block_size
-    larger, smaller = max(ours, theirs), min(ours, theirs)
-    if smaller < 1 or larger % smaller or larger // smaller > MAX_RATIO:
+    sizes = ours, theirs = geometry.block_size, remote.block_size
+    if min(sizes) < 1 or max(sizes) % min(sizes) or max(sizes) // min(sizes) > MAX_RATIO:
         raise PlanError(f"block_size differs: {ours} here, {theirs} there, not multiples")
-    if ours != theirs and not geometry.is_cut_by_tokens:
+    kernels = geometry.kernel_sizes, _kernel_sizes(geometry, remote)
+    _require("number of KV-cache groups", len(kernels[0]), len(kernels[1]))
+    differ = f"block_size differs: {ours} here, {theirs} there"
+    if ours == theirs:
+        differ = f"tokens of a kernel's block differ: {kernels[0]} here, {kernels[1]} there"
+    every = {*sizes, *kernels[0], *kernels[1]}
+    if any(size % max(1, min(every)) or size > min(every) * MAX_RATIO for size in every):
+        raise PlanError(f"{differ}, not multiples")
+    same = "give both engines the same block size"
+    if kernels[0] != kernels[1] and not geometry.is_cut_by_tokens:
         raise PlanError(
-            f"block_size differs: {ours} here, {theirs} there, and {geometry.attn_backend_name} "
-            "has all keys of a block before all values"
+            f"{differ}, and {geometry.attn_backend_name} has all keys of a block before all values "
+            f"or scales: {same}"
         )
-    if ours != theirs and geometry.num_kv_heads is None:
-        raise PlanError(
-            f"block_size differs: {ours} here, {theirs} there, and num_kv_heads is not known"
-        )
+    if (ours, kernels[0]) != (theirs, kernels[1]) and geometry.num_kv_heads is None:
+        raise PlanError(f"{differ}, and num_kv_heads is not known: {same}")
+
+
+def _kernel_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> tuple[int, ...]:
+    """Return the tokens of a kernel's block there, by group."""
+    named = remote.group_kernel_sizes
+    return tuple(named or [remote.block_size] * len(geometry.group_windows))
 
 
 @dataclass(slots=True)
@@ -180,17 +192,21 @@ class _Matcher:
         self._remote = remote
         self._us = us
         self._them = them
-        self._unit = min(geometry.block_size, remote.block_size)
+        self._kernels = _kernel_sizes(geometry, remote)
+        self._is_alike = (
+            geometry.block_size == remote.block_size
+            and geometry.kernel_sizes == self._kernels
+            and geometry.kv_cache_layout == remote.kv_cache_layout
+            and us == them
+        )
+        self._unit = geometry.block_size
+        if not self._is_alike:  # no piece is of two of a kernel's blocks
+            self._unit = min(*geometry.kernel_sizes, *self._kernels)
         self._ours = self._side(geometry.block_size)
         self._theirs = self._side(remote.block_size)
         self._unit_bytes = [0] * len(geometry.group_windows)
         self._regions: dict[str, Region] = {}
         self._layers: list[str] = []
-        self._is_alike = (
-            geometry.block_size == remote.block_size
-            and geometry.kv_cache_layout == remote.kv_cache_layout
-            and us == them
-        )
 
     def add(self, span: Span) -> None:
         ours, theirs = span.ours, span.theirs
@@ -263,17 +279,24 @@ class _Matcher:
         held = self._heads(rank)
         common = self._common_heads()
         heads = range(common.start - held.start, common.stop - held.start)
+        by_group = self._geometry.kernel_sizes if engine is self._geometry else self._kernels
+        sizes = {by_group[group] for group in self._ours.groups_of(region)}
+        if len(sizes) > 1 or max(sizes) % self._unit:
+            raise PlanError(f"groups whose kernels have blocks of {sorted(sizes)} tokens")
+        (size,) = sizes
         shape = BlockShape.of(
             engine.kv_cache_layout,
             region.block_len,
             layers=len(region.layers),
             heads=len(held),
-            tokens=engine.block_size,
+            tokens=size,
+            kernel_blocks=engine.block_size // size,
         )
 
         def box(place: int) -> Box:
-            tokens = range(place * self._unit, (place + 1) * self._unit)
-            return Box(shape, {"L": layers, "H": heads, "N": tokens})
+            kernel, token = divmod(place * self._unit, size)
+            ranges = {"L": layers, "K": range(kernel, kernel + 1), "H": heads}
+            return Box(shape, {**ranges, "N": range(token, token + self._unit)})
 
         return box
 
@@ -281,7 +304,8 @@ class _Matcher:
         if self._geometry.num_kv_heads is None:
             needed = "how a state is divided" if self._geometry.has_state else "num_kv_heads"
             raise PlanError(
-                f"the engines' memory is laid out differently, and {needed} is not known"
+                f"the engines' memory is laid out differently, and {needed} is not known: "
+                "give both the same tensor parallel size, block size and KV cache layout"
             )
         return rank.heads(self._geometry.num_kv_heads)
 
@@ -346,13 +370,13 @@ def _remote_regions(local: Sequence[Region], remote: AgentMetadata, in_part: boo
 
 def unsupported_by(remote: AgentMetadata) -> str | None:
     """Return the feature of the peer's cache that we cannot read or write, or None."""
-    ratio = remote.physical_blocks_per_logical_kv_block
+    parts = 1 if remote.group_kernel_sizes else remote.physical_blocks_per_logical_kv_block
     facts = (
         ("Mamba and other state-space layers", remote.ssm_sizes != (0, 0)),
         (f"decode context parallel size {remote.dcp_size}", remote.dcp_size != 1),
         (f"prefill context parallel size {remote.pcp_size}", remote.pcp_size != 1),
         ("embeddings in the KV blocks", remote.ple_block_len is not None),
-        (f"{ratio} physical blocks per logical block", ratio != 1),
+        (f"{parts} physical blocks per logical block", parts != 1),
     )
     return next((name for name, is_so in facts if is_so), None)
 

@@ -330,12 +330,13 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ConnectorCalls._of_this_worker = weakref.ref(self)
-        geometry = describe.cache_geometry(self._vllm_config, self._kv_cache_config)
+        config = self._kv_cache_config
+        geometry = describe.cache_geometry(self._vllm_config, config, kv_caches)
         identity = describe.engine_identity(self._vllm_config, self._config, geometry)
         self._worker = build_worker(self._config, geometry, identity)
         wakeup_name = describe.wakeup_name(self._vllm_config, self._config)
         self._worker.set_wake(WakeupSender(wakeup_name))
-        self._worker.register_kv_caches(describe.regions(kv_caches, self._kv_cache_config))
+        self._worker.register_kv_caches(describe.regions(kv_caches, config))
 
     def unregister_kv_caches(self) -> None:
         """Raise RuntimeError if vLLM, from 0.33 on, would now free memory that other engines read.

@@ -1,7 +1,7 @@
 """vLLM's configuration and memory as the records of the engine half."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,10 +87,13 @@ def _read_config(config: KVTransferConfig) -> ConnectorConfig:
     )
 
 
+WAYS_OUT = "Start without it, or with NixlConnector: the same router works with both"
+
+
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises ValueError naming what the connector cannot move."""
     parallel = vllm_config.parallel_config
-    states = [spec for spec in _specs(kv_cache_config) if isinstance(spec, MambaSpec)]
+    states = [spec for spec in _layer_specs(kv_cache_config) if isinstance(spec, MambaSpec)]
     problems = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
@@ -106,7 +109,7 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
     }
     found = [name for name, present in problems.items() if present]
     if found:
-        raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet")
+        raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet. {WAYS_OUT}")
 
 
 def _unknown_state_modes(states: Sequence[MambaSpec]) -> set[str]:
@@ -119,34 +122,48 @@ def unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     """Return the kinds of attention whose blocks are not simply those of the tokens, or of the last
     ones. In a group of unlike layers, workers see each layer's kind."""
     model = vllm_config.model_config
-    found: set[str] = set()
-    for spec in _specs(kv_cache_config):
-        if not _is_known_kind(spec, model):
-            is_of_several = isinstance(spec, UniformTypeKVCacheSpecs)
-            layers = spec.kv_cache_specs.values() if is_of_several else ()
-            unknown = {type(each).__name__ for each in layers if not _is_known_kind(each, model)}
-            found |= unknown or {type(spec).__name__}
-    return found
+    return {
+        type(layer).__name__
+        for layer in _layer_specs(kv_cache_config)
+        if not _is_known_kind(layer, model)
+    }
 
 
 def _is_known_kind(spec: KVCacheSpec, model: ModelConfig) -> bool:
-    """Return True if we can move its blocks. vLLM also calls MLA what sparse attention keeps: an
-    indexer's keys, whose scales stand apart from them, or one state of several tokens."""
+    """Return True if we can move its blocks. vLLM also calls MLA an indexer beside attention that
+    is not latent."""
+    if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
+        return False
     if type(spec) is MLAAttentionSpec:
-        is_sparse = hasattr(model.hf_text_config, "index_topk") or spec.tokens_per_state != 1
-        return bool(model.use_mla) and not is_sparse
+        return bool(model.use_mla)
     if type(spec) is MambaSpec:
         return support.is_on(STATE_LAYERS)
     return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+
+
+def _has_indexer(model: ModelConfig) -> bool:
+    """Return True for sparse attention. Beside the latents, an indexer's cache has the keys of all
+    tokens of a kernel's block, then their scales."""
+    return hasattr(model.hf_text_config, "index_topk")
 
 
 def _specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
     return [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
 
 
+def _layer_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    """Return each kind of layer in each group: several where layers differ in size and this is a
+    worker; the scheduler sees one of them."""
+    return [layer for spec in _specs(kv_cache_config) for layer in _layers_of(spec)]
+
+
+def _layers_of(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
+    return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
+
+
 def _block_sizes(kv_cache_config: KVCacheConfig) -> set[int]:
     """Return the sizes of blocks of tokens; a state's block is as long as the longest request."""
-    specs = _specs(kv_cache_config)
+    specs = _layer_specs(kv_cache_config)
     return {spec.block_size for spec in specs if not isinstance(spec, MambaSpec)}
 
 
@@ -156,7 +173,7 @@ def _has_untransferred_groups(kv_cache_config: KVCacheConfig) -> bool:
 
 def windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
     """Return each group's window; see `CacheGeometry.group_windows`."""
-    return tuple(_window(spec) for spec in _specs(kv_cache_config))
+    return tuple(_window(next(iter(_layers_of(spec)))) for spec in _specs(kv_cache_config))
 
 
 def _window(spec: KVCacheSpec) -> int | None:
@@ -211,10 +228,15 @@ def _lookahead(vllm_config: VllmConfig) -> int:
     return int(vllm_config.num_prefill_lookahead_tokens)
 
 
-def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
+def cache_geometry(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, torch.Tensor],
+) -> CacheGeometry:
     """Return the geometry of this worker's cache; only workers have a rank. vLLM numbers them by
     stage, then by tensor rank (context parallelism is refused)."""
     cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    model = vllm_config.model_config
     stage, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     return CacheGeometry(
@@ -222,13 +244,26 @@ def cache_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> C
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
         attn_backend_name=backend,
-        is_cut_by_tokens=backend not in KEYS_BEFORE_VALUES,
-        num_kv_heads=_num_kv_heads(vllm_config.model_config, kv_cache_config),
+        group_kernel_sizes=_kernel_sizes(cache.block_size, kv_caches, kv_cache_config),
+        is_cut_by_tokens=backend not in KEYS_BEFORE_VALUES and not _has_indexer(model),
+        num_kv_heads=_num_kv_heads(model, kv_cache_config),
         tp_rank=tp_rank,
         pp_rank=stage % parallel.pipeline_parallel_size,
         group_windows=windows(kv_cache_config),
         lends=why_not_lent(vllm_config, kv_cache_config) is None,
     )
+
+
+def _kernel_sizes(
+    block_size: int, kv_caches: Mapping[str, torch.Tensor], kv_cache_config: KVCacheConfig
+) -> tuple[int, ...]:
+    """Return each group's tokens per block of the attention kernels, if a block is several of
+    these. Then a cache has as many times the blocks."""
+    parts = []
+    for group in kv_cache_config.kv_cache_groups:
+        lengths = [len(kv_caches[name]) for name in group.layer_names if name in kv_caches]
+        parts.append(max(lengths, default=0) // kv_cache_config.num_blocks or 1)
+    return tuple(block_size // each for each in parts) if max(parts) > 1 else ()
 
 
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
@@ -278,10 +313,12 @@ def _num_kv_heads(model: ModelConfig, kv_cache_config: KVCacheConfig) -> int | N
 def _is_cut_by_heads(kv_cache_config: KVCacheConfig) -> bool:
     """Return True if every layer's block has the same heads, each with the keys and values of the
     block's tokens. Some backends separate data from scales, or all keys from all values, and
-    layers with other heads may share the memory of a block."""
-    specs = [spec for spec in _specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
+    layers with other heads may share the memory of a block. Latents have one head of any size."""
+    specs = [spec for spec in _layer_specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
     heads = {(spec.num_kv_heads, spec.state_content_size_bytes) for spec in specs}
-    return len(heads) <= 1 and all(spec.num_head_slots is None for spec in specs)
+    is_latent = all(isinstance(spec, MLAAttentionSpec) for spec in specs)
+    is_one_kind = is_latent or len(heads) <= 1
+    return is_one_kind and all(spec.num_head_slots is None for spec in specs)
 
 
 def engine_identity(
@@ -554,19 +591,21 @@ def _natural_key(name: str) -> list[tuple[int, int | str]]:
 
 
 def _region(name: str, cache: torch.Tensor, num_blocks: int, group: int) -> Region:
-    block = cache[0]
-    is_split = cache.shape[0] != num_blocks
-    if is_split or not block.is_contiguous():
-        way_out = "a --block-size of the kernel's" if is_split else "VLLM_KV_CACHE_LAYOUT=LBHNC"
+    # A kernel's blocks may be smaller: several, one behind the other, are a block.
+    parts, rest = divmod(len(cache), num_blocks)
+    blocks = cache if rest else cache.view(num_blocks, parts, *cache.shape[1:])
+    block = blocks[0]
+    if rest or not block.is_contiguous():
         raise ValueError(
             f"KV cache of {name} has shape {tuple(cache.shape)} and strides {cache.stride()}: "
-            f"blocks must come first, each in one piece (set {way_out})"
+            "blocks must come first, each in one piece (set VLLM_KV_CACHE_LAYOUT=LBHNC, or an "
+            "--attention-backend that has this layout)"
         )
     return Region(
         name=name,
         base_addr=cache.data_ptr(),
         block_len=block.numel() * cache.element_size(),
-        block_stride=cache.stride(0) * cache.element_size(),
+        block_stride=blocks.stride(0) * cache.element_size(),
         num_blocks=num_blocks,
         device_id=max(cache.get_device(), 0),
         mem_type="DRAM" if cache.device.type == "cpu" else "VRAM",

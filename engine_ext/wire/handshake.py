@@ -109,6 +109,8 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     contrast, are layers that share the memory."""
     region_tenants: Annotated[list[Texts], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
     """Per region and group, the layers that share the memory."""
+    group_kernel_sizes: Numbers | None = None
+    """Per KV-cache group, the tokens of a kernel's block, if a block is several of these."""
 
 
 _PER_REGION = (
@@ -123,7 +125,9 @@ _PER_REGION = (
 )
 
 
-NOT_FOR_STOCK = "several pipeline stages: for engines with DisaggConnector"
+NOT_FOR_STOCK = (
+    "several pipeline stages, or kernel blocks in a block: for engines with DisaggConnector"
+)
 """Takes the place of the hash. Stock engines log it."""
 
 

@@ -133,7 +133,8 @@ class WorkerConnector:
             self._identity.compat_factors,
             self._identity.compat_hash,
             # A stock engine of as many stages would read the first one's layers into each of its.
-            is_for_stock=self._identity.pp_size == 1,
+            # It names kernel blocks where we name blocks.
+            is_for_stock=self._identity.pp_size == self._geometry.kernel_blocks == 1,
         )
         context = WorkerContext(
             agent=agent,
@@ -298,6 +299,8 @@ class WorkerConnector:
             kv_cache_layout=self._geometry.kv_cache_layout,
             block_size=self._geometry.block_size,
             attn_backend_name=self._geometry.attn_backend_name,
+            physical_blocks_per_logical_kv_block=self._geometry.kernel_blocks,
+            group_kernel_sizes=list(self._geometry.group_kernel_sizes) or None,
             region_num_blocks=[region.num_blocks for region in regions],
             region_group_ids=[region.group for region in regions],
             region_names=[region.name for region in regions],

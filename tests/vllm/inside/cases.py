@@ -440,35 +440,32 @@ def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
     is_documented(refusal(worker.unregister_kv_caches))
 
 
-def what_sparse_attention_keeps_is_refused(model: Path) -> None:
-    latent = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.float32)
-    compressed = replace(latent, tokens_per_state=4)
-    plain, sparse = SimpleNamespace(), SimpleNamespace(index_topk=2048)
-    for spec, uses_mla, config, is_known in (
-        (latent, True, plain, True),
-        (latent, True, sparse, False),
-        (latent, False, plain, False),
-        (compressed, True, plain, False),
+def a_state_of_several_tokens_is_refused(model: Path) -> None:
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
+    latent, full = MLAAttentionSpec(head_size=576, **sizes), FullAttentionSpec(head_size=8, **sizes)
+    both = UniformTypeKVCacheSpecs(16, kv_cache_specs={"latent": latent, "indexer": latent})
+    for spec, uses_mla, refused in (
+        (latent, True, set()),
+        (both, True, set()),
+        (latent, False, {"MLAAttentionSpec"}),
+        (replace(latent, tokens_per_state=4), True, {"MLAAttentionSpec"}),
+        (full, False, set()),
+        (replace(full, tokens_per_state=8), False, {"FullAttentionSpec"}),
     ):
-        described = SimpleNamespace(use_mla=uses_mla, hf_text_config=config)
-        given: Any = SimpleNamespace(model_config=described)
+        given: Any = SimpleNamespace(model_config=SimpleNamespace(use_mla=uses_mla))
         groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
-        expected = set() if is_known else {"MLAAttentionSpec"}
-        assert describe.unknown_cache_kinds(given, groups) == expected
+        assert describe.unknown_cache_kinds(given, groups) == refused
 
 
 def the_kinds_of_cache_that_are_refused_are_named(model: Path) -> None:
     """Also where vLLM has one group of layers that differ, as its workers see it."""
     sizes: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.float32}
-    latent = MLAAttentionSpec(head_size=576, **sizes)
-    indexer = MLAAttentionSpec(head_size=132, **sizes)
-    both = UniformTypeKVCacheSpecs(64, kv_cache_specs={"attn": latent, "indexer": indexer})
-    compressed = replace(latent, tokens_per_state=4)
+    compressed = MLAAttentionSpec(head_size=576, tokens_per_state=4, **sizes)
     window = SlidingWindowMLASpec(head_size=512, sliding_window=128, **sizes)
-    for specs in ((latent, indexer), (both,), (window, compressed)):
+    both = UniformTypeKVCacheSpecs(64, kv_cache_specs={"attn": compressed, "window": window})
+    for specs in ((window, compressed), (both,)):
         scheduler = Engine(model).scheduler
         config = scheduler.vllm_config
-        config.model_config.hf_text_config.index_topk = 2048
         groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
         cache = KVCacheConfig(8, [], groups)
         is_documented(refusal(partial(describe.refuse_unsupported, config, cache)))
@@ -550,7 +547,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_global_threshold_without_the_plugin_is_refused_at_start,
         what_cannot_be_is_refused_by_name,
         a_kv_cache_that_others_read_does_not_sleep,
-        what_sparse_attention_keeps_is_refused,
+        a_state_of_several_tokens_is_refused,
         the_kinds_of_cache_that_are_refused_are_named,
         a_hit_that_windows_lag_behind_is_not_local,
         of_a_window_the_tokens_that_guesses_need_are_kept_too,

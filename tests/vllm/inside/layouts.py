@@ -12,6 +12,7 @@ RIGHT, WRONG (our code has named other bytes, and not said so), or the error it 
 import contextlib
 import ctypes
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,11 +28,13 @@ import torch
 from vllm.config import CacheConfig, KVTransferConfig
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.mla.indexer import DeepseekV32IndexerBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     get_kv_quant_mode,
@@ -48,7 +51,7 @@ try:
 except ImportError:  # 0.32
     from vllm.v1.core import kv_cache_utils as planning
 
-from engine_ext.common.types import CacheGeometry, Region
+from engine_ext.common.types import SHARED, STATE, CacheGeometry, Region
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import PlanError, Rows
 from engine_ext.layout.ranks import TensorRank
@@ -57,11 +60,14 @@ from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.worker.worker import WorkerConnector
 
 RIGHT, WRONG = "right", "wrong"
+INDEXER = "indexer.k_cache"
 LAYERS = tuple(f"model.layers.{number}.self_attn.attn" for number in (2, 9, 10, 11))
 NUM_BLOCKS = 10
 NUM_HEADS = 4
 HEAD_SIZE = 64
 LATENT_SIZE = 576
+INDEXED = (128, 4)
+"""Bytes of an indexer's key, and of its scale."""
 WINDOW = 1 << 10
 """Of tokens, wider than what is moved."""
 BYTES_OF = {"auto": torch.bfloat16}
@@ -76,15 +82,39 @@ class Kind(NamedTuple):
     head_size_v: int = HEAD_SIZE
     windows: tuple[int, int] | None = None
     """Every second layer has a sliding window: its heads, and their size."""
+    has_states: bool = False
+    """Every second layer keeps a state instead."""
+    has_indexers: bool = False
+    """Every second layer has an indexer beside it."""
 
     @property
     def name(self) -> str:
         dtype = "" if self.cache_dtype == "auto" else f" {self.cache_dtype}"
         windows = f" windows {self.windows}" if self.windows else ""
-        return f"{self.backend}{dtype}{windows}"
+        others = " states" * self.has_states + " indexers" * self.has_indexers
+        return f"{self.backend}{dtype}{windows}{others}"
+
+    @property
+    def layers(self) -> list[str]:
+        """In the order of regions."""
+        names: list[str] = []
+        for layer in LAYERS:
+            has_indexer = self.has_indexers and self.is_second(layer)
+            names += [layer, layer.removesuffix("attn") + INDEXER][: 1 + has_indexer]
+        return names
+
+    @property
+    def is_of_one_kind(self) -> bool:
+        return not (self.windows or self.has_states or self.has_indexers)
+
+    def is_second(self, layer: str) -> bool:
+        return layer in LAYERS[1::2]
 
     def has_window(self, layer: str) -> bool:
-        return self.windows is not None and LAYERS.index(layer) % 2 == 1
+        return self.windows is not None and self.is_second(layer)
+
+    def has_state(self, layer: str) -> bool:
+        return self.has_states and self.is_second(layer)
 
     def num_heads(self, layer: str) -> int:
         return self.windows[0] if self.windows and self.has_window(layer) else NUM_HEADS
@@ -114,6 +144,13 @@ KINDS = (
     Kind("FLASHINFER_MLA"),
     Kind("FLASH_ATTN_MLA"),
     Kind("TOKENSPEED_MLA"),
+    Kind("FLASHMLA_SPARSE", has_indexers=True),
+    Kind("FLASHMLA_SPARSE", "fp8_ds_mla", has_indexers=True),
+    Kind("FLASH_ATTN", has_states=True),
+    Kind("FLASHINFER", has_states=True),
+    Kind("FLASHMLA", has_states=True),
+    Kind("FLASHINFER_MLA", has_states=True),
+    Kind("CUTLASS_MLA", has_states=True),
 )
 
 
@@ -160,6 +197,18 @@ def backend_of(kind: Kind) -> Any:
 def spec_of(kind: Kind, layer: str, block_size: int, ranks: int) -> Any:
     """As the attention layer builds it and the model runner customizes it."""
     backend = backend_of(kind)
+    if layer not in LAYERS:  # as DeepseekV32IndexerCache has it: keys, and behind them their scales
+        return MLAAttentionSpec(
+            block_size=block_size, num_kv_heads=1, head_size=sum(INDEXED), dtype=torch.uint8
+        )
+    if kind.has_state(layer):
+        page = spec_of(kind, LAYERS[0], block_size, ranks).page_size_bytes
+        return MambaSpec(
+            block_size=block_size,
+            shapes=((3, 5), (page // 8 // ranks,)),
+            dtypes=(torch.bfloat16, torch.float32),
+            page_size_padded=page,
+        )
     common: dict[str, Any] = {
         "block_size": block_size,
         "dtype": BYTES_OF.get(kind.cache_dtype, torch.uint8),
@@ -185,17 +234,24 @@ def spec_of(kind: Kind, layer: str, block_size: int, ranks: int) -> Any:
     return customize_attention_spec(backend, spec)
 
 
-def block_sizes(backend: Any) -> list[int]:
-    """Two that need no splitting, where there are two, of which one is a multiple of the other."""
-    sizes = backend.get_supported_kernel_block_sizes()
+def kernel_sizes(kind: Kind) -> list[Any]:
+    backend = DeepseekV32IndexerBackend if kind.has_indexers else backend_of(kind)
+    return list(backend.get_supported_kernel_block_sizes())
+
+
+def block_sizes(kind: Kind) -> list[int]:
+    """Two that need no splitting, where there are two, of which one is a multiple of the other.
+    Beside states: one that does, where the backend does not take all."""
+    sizes = kernel_sizes(kind)
     if any(isinstance(size, MultipleOf) for size in sizes):
         base = max(16, *(size.base for size in sizes if isinstance(size, MultipleOf)))
         return [base, 2 * base]
-    return sorted(sizes)[:2]
+    return [3 * min(sizes)] if kind.has_states else sorted(sizes)[:2]
 
 
-def config_of(backend: Any, block_size: int, layout: str | None, ranks: int, rank: int = 0) -> Any:
+def config_of(kind: Kind, block_size: int, layout: str | None, ranks: int, rank: int = 0) -> Any:
     """What vLLM and our code ask of a VllmConfig, as far as they ask here."""
+    sparse = {"index_topk": 2048} if kind.has_indexers else {}
     cache = CacheConfig(block_size=block_size)
     cache.num_gpu_blocks_override = NUM_BLOCKS
     cache.kv_cache_layout = layout
@@ -210,11 +266,11 @@ def config_of(backend: Any, block_size: int, layout: str | None, ranks: int, ran
             kv_role="kv_both",
         ),
         model_config=SimpleNamespace(
-            use_mla=backend.is_mla(),
-            is_hybrid=False,
+            use_mla=backend_of(kind).is_mla(),
+            is_hybrid=kind.has_states,
             is_attention_free=False,
             enable_sleep_mode=False,
-            hf_text_config=SimpleNamespace(),
+            hf_text_config=SimpleNamespace(**sparse),
             get_total_num_kv_heads=lambda: NUM_HEADS,
         ),
         parallel_config=SimpleNamespace(
@@ -246,12 +302,13 @@ class Rank:
     @classmethod
     def of(cls, kind: Kind, layout: str, block_size: int, rank: int = 0, ranks: int = 1) -> "Rank":
         backend = backend_of(kind)
-        config = config_of(backend, block_size, layout, ranks, rank)
-        specs = {layer: spec_of(kind, layer, block_size, ranks) for layer in LAYERS}
+        config = config_of(kind, block_size, layout, ranks, rank)
+        specs = {layer: spec_of(kind, layer, block_size, ranks) for layer in kind.layers}
         groups = planning.get_kv_cache_groups(config, specs)
         cache: KVCacheConfig = planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
+        backends = [backend, *[DeepseekV32IndexerBackend] * kind.has_indexers]
         attention: Any = [
-            [SimpleNamespace(backend=backend, kv_cache_spec=group.kv_cache_spec)]
+            [SimpleNamespace(backend=each, kv_cache_spec=group.kv_cache_spec) for each in backends]
             for group in groups
         ]
         caches = allocate_kv_cache(
@@ -262,7 +319,7 @@ class Rank:
         )
         describe.refuse_unsupported(config, cache)
         with patch.object(describe, "get_current_attn_backends", lambda _: [backend]):
-            geometry = describe.cache_geometry(config, cache)
+            geometry = describe.cache_geometry(config, cache, caches)
         regions = describe.regions(caches, cache)
         in_group = {
             layer: number for number, group in enumerate(groups) for layer in group.layer_names
@@ -282,7 +339,20 @@ class Rank:
         return WorkerConnector._metadata(worker, b"")
 
     def heads(self, layer: str) -> range:
+        if self.kind.has_state(layer):
+            return range(self.rank.rank, self.rank.rank + 1)  # each rank has another one
         return range(1) if self.backend.is_mla() else self.rank.heads(self.kind.num_heads(layer))
+
+    def blocks(self, group: int, num_tokens: int, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The first of these, as many as hold so many tokens."""
+        is_state = self.geometry.group_windows[group] == STATE
+        return ids[: 1 if is_state else num_tokens // self.block_size]
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All bytes of the cache."""
+        storage = next(iter(self.caches.values())).untyped_storage()
+        return torch.tensor([], dtype=torch.uint8).set_(storage)
 
     def parts(self, layer: str) -> list[torch.Tensor]:
         """What the kernels take the cache for: bytes by [block, head, token], keys first."""
@@ -301,6 +371,10 @@ class Rank:
             data, scales, order = module._nvfp4_kv_views(cache, len(self.heads(layer)))
             views = [*data, *scales]
             views = views if order == "HND" else [view.transpose(1, 2) for view in views]
+        elif layer not in LAYERS:
+            num_blocks, _, size, _ = cache.shape
+            planes = torch.split(cache.flatten(1), [size * each for each in INDEXED], dim=1)
+            views = [plane.view(num_blocks, 1, size, -1) for plane in planes]
         else:
             views = [cache]
         return [view.view(torch.uint8) for view in views]
@@ -335,9 +409,11 @@ class Model:
             parts = rank.parts(layer)
             for index, head in enumerate(rank.heads(layer)):
                 for part, known in zip(parts, self._of(rank, layer, head), strict=True):
-                    for place, block in enumerate(blocks[group]):
-                        tokens = slice(place * rank.block_size, (place + 1) * rank.block_size)
-                        yield part[block, index], known[tokens]
+                    in_block = len(part) // NUM_BLOCKS  # of the kernel's
+                    size = part.shape[2]
+                    numbers = [b * in_block + n for b in blocks[group] for n in range(in_block)]
+                    for place, number in enumerate(numbers):
+                        yield part[number, index], known[place * size : (place + 1) * size]
 
     def fill(self, rank: Rank, blocks: Blocks) -> None:
         for held, known in self._places(rank, blocks):
@@ -350,18 +426,18 @@ class Model:
 def whole_blocks(rank: Rank) -> str:
     """A block's bytes are those that our code names, and no others. Of a region that groups share,
     a block has the length of the longest."""
-    storage = next(iter(rank.caches.values())).untyped_storage()
-    memory = torch.tensor([], dtype=torch.uint8).set_(storage)
+    memory = rank.memory
     regions = {region.base_addr: region for region in rank.regions}
     shares = len(set(rank.groups.values())) > 1
-    is_right = shares or [region.name for region in rank.regions] == list(LAYERS)
-    for layer in LAYERS:
-        view = rank.caches[layer].view(torch.uint8)
+    is_right = shares or [region.name for region in rank.regions] == rank.kind.layers
+    for layer in rank.kind.layers:
+        cache = rank.caches[layer].view(torch.uint8)
+        view = cache.view(NUM_BLOCKS, -1, *cache.shape[1:])
         region = regions[view.data_ptr()]
         length = view[0].numel()
         for block in (0, 4, NUM_BLOCKS - 1):
             view[block] = 1
-            start = region.base_addr + block * region.block_stride - storage.data_ptr()
+            start = region.base_addr + block * region.block_stride - memory.data_ptr()
             named = memory[start : start + region.block_len]
             is_right &= int(named.sum()) == int(memory.sum()) == length
             is_right &= len(named) == length or (shares and length < len(named))
@@ -382,17 +458,18 @@ def _addresses(rows: Rows, descriptors: Sequence[int]) -> list[tuple[int, int]]:
 
 def moved(theirs: Sequence[Rank], ours: Sequence[Rank], *, permute: bool = False) -> str:
     """Each of our ranks reads a prompt of all ranks that hold some of its heads."""
-    size, other = ours[0].block_size, theirs[0].block_size
-    num_tokens = 2 * max(size, other)
+    sizes = ours[0].block_size, theirs[0].block_size
+    num_tokens = max(sizes) * (2 if max(sizes) <= 2 * min(sizes) else 1)
     # Neither in order nor at the same places.
     groups = len(set(ours[0].groups.values()))
     local: Blocks = ((4, 1, 5, 3), (8, 9, 2, 6))[:groups]
     remote: Blocks = ((2, 5, 1, 7), (6, 3, 8, 4))[:groups]
-    local = tuple(ids[: num_tokens // size] for ids in local)
-    remote = tuple(ids[: num_tokens // other] for ids in remote)
+    local = tuple(ours[0].blocks(group, num_tokens, ids) for group, ids in enumerate(local))
+    remote = tuple(theirs[0].blocks(group, num_tokens, ids) for group, ids in enumerate(remote))
     model = Model(num_tokens)
     for rank in theirs:
         model.fill(rank, remote)
+    before = [rank.memory.random_().clone() for rank in ours]
     for here in ours:
         for number in here.rank.faces(len(theirs)):
             there = theirs[number]
@@ -414,26 +491,40 @@ def moved(theirs: Sequence[Rank], ours: Sequence[Rank], *, permute: bool = False
             ):
                 assert length == same
                 ctypes.memmove(to, source, length)
-    return RIGHT if all(model.is_in(rank, local) for rank in ours) else WRONG
+    is_right = all(model.is_in(rank, local) for rank in ours)
+    is_right &= all(map(_is_as_before_beside, ours, before, itertools.repeat(local)))
+    return RIGHT if is_right else WRONG
+
+
+def _is_as_before_beside(rank: Rank, before: torch.Tensor, blocks: Blocks) -> bool:
+    """No byte has changed but those of these blocks."""
+    memory = rank.memory.clone()
+    for region in rank.regions:
+        groups = blocks if region.group == SHARED else (blocks[region.group],)
+        for block in itertools.chain(*groups):
+            start = region.base_addr + block * region.block_stride - rank.memory.data_ptr()
+            place = slice(start, start + region.block_len)
+            memory[place] = before[place]
+    return torch.equal(memory, before)
 
 
 def starts_with(kind: Kind) -> str:
     """The layout that vLLM chooses for an engine with our connector."""
     backend = backend_of(kind)
-    size = block_sizes(backend)[0]
+    size = block_sizes(kind)[0]
     names = [layout.name for layout in get_supported_kv_cache_layouts([backend])]
-    config = config_of(backend, size, None, 1)
-    specs = [spec_of(kind, layer, size, 1) for layer in LAYERS]
+    config = config_of(kind, size, None, 1)
+    specs = [spec_of(kind, layer, size, 1) for layer in kind.layers]
     return str(resolve_kv_cache_layout(config, [names], specs).name)
 
 
 def verdicts(kind: Kind) -> Iterator[tuple[str, str]]:
     backend = backend_of(kind)
-    small, *larger = block_sizes(backend)
+    small, *larger = block_sizes(kind)
     layouts = [
         layout.name
         for layout in get_supported_kv_cache_layouts([backend])
-        if layout.is_block_compact or not kind.windows  # vLLM takes no other for several kinds
+        if layout.is_block_compact or kind.is_of_one_kind  # vLLM takes no other for several kinds
     ]
     yield "starts with", starts_with(kind)
     for layout in layouts:
@@ -458,12 +549,22 @@ def verdicts(kind: Kind) -> Iterator[tuple[str, str]]:
     for size in larger:
         yield "to larger blocks", verdict(lambda size=size: moved(engine(), engine(size=size)))
         yield "to smaller blocks", verdict(lambda size=size: moved(engine(size=size), engine()))
-    sizes = backend.get_supported_kernel_block_sizes()
-    if any(isinstance(size, MultipleOf) for size in sizes):
+    sizes = kernel_sizes(kind)
+    if kind.has_states or any(isinstance(size, MultipleOf) for size in sizes):
         return
-    if backend.supports_block_size(most := 2 * max(sizes)):
-        split = verdict(lambda: whole_blocks(Rank.of(kind, "LBHNC", most)))
-        yield "blocks of two kernel blocks", split
+    if not backend.supports_block_size(most := 2 * max(sizes)):
+        return
+    yield "two kernel blocks", verdict(lambda: whole_blocks(Rank.of(kind, "LBHNC", most)))
+    smaller = sorted(sizes)[-2:][0]
+    for name, theirs, ours in (
+        ("two kernel blocks, alike", (1, most), (1, most)),
+        ("two kernel blocks, from two ranks to one", (2, most), (1, most)),
+        ("two kernel blocks, from one rank to two", (1, most), (2, most)),
+        ("two kernel blocks, from smaller blocks", (1, smaller), (1, most)),
+        ("two kernel blocks, to smaller blocks", (2, most), (1, smaller)),
+    ):
+        case = functools.partial(lambda *two: moved(*(engine(*each) for each in two)), theirs, ours)
+        yield name, verdict(case)
 
 
 def verdict(case: Any) -> str:

@@ -6,6 +6,7 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.support import UnsupportedError, refuse_unsupported_memory
 from engine_ext.common.types import STATE, CacheGeometry, EngineIdentity, Region
 from engine_ext.connector import build_connector
+from engine_ext.wire.handshake import NOT_FOR_STOCK, decode_metadata, decode_payload
 from engine_ext.worker.worker import WorkerConnector
 from tests.unit.engine_ext.scheduler.fakes import FakeAgent, regions
 
@@ -58,6 +59,23 @@ def test_memory_that_does_not_go_with_the_configuration_is_refused_at_start(
     worker = WorkerConnector(config, GEOMETRY, IDENTITY, lambda *_: FakeAgent())
     with pytest.raises(UnsupportedError, match=word):
         worker.register_kv_caches(memory)
+
+
+def test_stock_engines_are_not_offered_blocks_of_several_kernel_blocks() -> None:
+    """Nor are engines of ours from before they were named, by the field of stock's."""
+    payloads = []
+    for kernel_sizes in ((), (8,)):
+        geometry = replace(GEOMETRY, group_kernel_sizes=kernel_sizes)
+        worker = WorkerConnector(CONFIG, geometry, IDENTITY, lambda *_: FakeAgent())
+        worker.register_kv_caches(regions())
+        payloads.append(decode_payload(worker.get_handshake_payload()))
+        worker.shutdown()
+    whole, split = payloads
+    assert whole.effective_hash == split.effective_hash == whole.compatibility_hash
+    assert split.compatibility_hash == NOT_FOR_STOCK
+    metadata = decode_metadata(split)
+    assert metadata.physical_blocks_per_logical_kv_block == 2
+    assert metadata.group_kernel_sizes == [8]
 
 
 @pytest.mark.parametrize(

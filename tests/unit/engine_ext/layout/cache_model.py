@@ -37,7 +37,7 @@ class Model:
 
 @dataclass
 class RankCache:
-    """One rank's memory. `blocks` is a view of it, [blocks, layers, heads, tokens, bytes]."""
+    """One rank's memory. `blocks` is a view: [kernel blocks, layers, heads, tokens, bytes]."""
 
     model: Model
     layout: str = "LBHNC"
@@ -47,6 +47,9 @@ class RankCache:
     size: int = 1
     padding: int = 0
     """Bytes between blocks."""
+    parts: int = 1
+    """Kernel blocks per block. More than one is for layouts of one layer after the other, without
+    padding."""
     seed: int = 1
     groups: tuple[int, ...] = ()
     """KV-cache group of each layer."""
@@ -57,16 +60,16 @@ class RankCache:
     def __post_init__(self) -> None:
         self.heads = self.model.heads_of(self.rank, self.size)
         extents = {
-            "B": self.num_blocks,
+            "B": self.num_blocks * self.parts,
             "L": self.model.layers,
             "H": len(self.heads),
-            "N": self.block_size,
+            "N": self.kernel_size,
             "C": self.model.head_bytes,
         }
         inside = self.layout[self.layout.index("B") + 1 :]
         self.block_len = prod(extents[axis] for axis in inside)
         self.block_stride = self.block_len + self.padding
-        self.layer_stride = self.num_blocks * self.block_stride
+        self.layer_stride = extents["B"] * self.block_stride
         outer = {"B": self.block_stride, "L": self.layer_stride}
         strides = {axis: prod(extents[a] for a in inside[i + 1 :]) for i, axis in enumerate(inside)}
         strides = {**outer, **strides}
@@ -81,12 +84,25 @@ class RankCache:
         )
 
     @property
+    def kernel_size(self) -> int:
+        return self.block_size // self.parts
+
+    @property
+    def _kernel_sizes(self) -> tuple[int, ...]:
+        return (self.kernel_size,) * len(self.windows) if self.parts > 1 else ()
+
+    def place(self, position: int, block_ids: Sequence[int]) -> tuple[int, int]:
+        """A token's kernel block, and its place there."""
+        part, place = divmod(position % self.block_size, self.kernel_size)
+        return block_ids[position // self.block_size] * self.parts + part, place
+
+    @property
     def names(self) -> list[str]:
         return [f"model.layers.{i}.self_attn.attn" for i in range(self.model.layers)]
 
     def regions(self) -> list[Region]:
         base = self.memory.ctypes.data
-        sizes = (self.block_len, self.block_stride, self.num_blocks)
+        sizes = (self.block_len * self.parts, self.block_stride * self.parts, self.num_blocks)
         if self.layout.startswith("B"):
             return [Region("all layers", base, *sizes, members=tuple(self.names))]
         groups = self.groups or (0,) * self.model.layers
@@ -103,6 +119,7 @@ class RankCache:
             num_kv_heads=self.model.heads,
             tp_rank=self.rank,
             group_windows=self.windows,
+            group_kernel_sizes=self._kernel_sizes,
         )
 
     def metadata(self) -> AgentMetadata:
@@ -121,13 +138,14 @@ class RankCache:
             region_group_ids=[region.group for region in regions],
             region_names=[region.name for region in regions],
             block_layers=[list(region.layers) for region in regions],
+            group_kernel_sizes=list(self._kernel_sizes) or None,
         )
 
     def store(self, kv: Bytes, block_ids: Sequence[int]) -> None:
         """Token by token."""
         for position in range(kv.shape[2]):
-            block = block_ids[position // self.block_size]
-            self.blocks[block, :, :, position % self.block_size] = kv[:, self.heads, position]
+            block, place = self.place(position, block_ids)
+            self.blocks[block, :, :, place] = kv[:, self.heads, position]
 
     def after(
         self, kv: Bytes, block_ids: Sequence[int], positions: range, layers: Sequence[int] = ()
@@ -137,9 +155,8 @@ class RankCache:
         copy.memory[:] = self.memory
         which = list(layers or range(self.model.layers))
         for position in positions:
-            block = block_ids[position // self.block_size]
+            block, place = self.place(position, block_ids)
             if block or self.windows == (None,):
-                place = position % self.block_size
                 for layer in which:
                     copy.blocks[block, layer, :, place] = kv[layer, self.heads, position]
         return copy.memory
@@ -153,6 +170,7 @@ _SETTINGS = (
     "rank",
     "size",
     "padding",
+    "parts",
     "seed",
     "groups",
     "windows",

@@ -82,8 +82,8 @@ class Case:
         return int(self.kv.shape[2])
 
     def loaded(self) -> range:
-        """In whole units of the smaller block; P's garbage behind the last token comes along."""
-        unit = min(self.prefill[0].block_size, self.decode[0].block_size)
+        """In whole units; P's garbage behind the last token comes along."""
+        unit = match(self.decode[0], self.prefill[0]).unit
         return range(self.first_token, -(-self.num_tokens // unit) * unit)
 
 
@@ -96,9 +96,10 @@ def cases(draw: st.DrawFn) -> Case:
     block_sizes = draw(st.tuples(*[st.sampled_from([1, 2, 4])] * 2))
     layouts = draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 2))
     num_blocks = draw(st.integers(9, 12))
-    unit = min(block_sizes)
-    num_tokens = draw(st.integers(1, 8 * unit))
-    rounded = -(-num_tokens // unit) * unit
+    num_tokens = draw(st.integers(1, 8 * min(block_sizes)))
+    parts = [
+        draw(st.sampled_from([1, 2, 4])) if layout.startswith("L") else 1 for layout in layouts
+    ]
     caches = [
         [
             RankCache(
@@ -108,7 +109,8 @@ def cases(draw: st.DrawFn) -> Case:
                 num_blocks,
                 rank,
                 sizes[side],
-                padding=draw(st.sampled_from([0, 3])),
+                padding=draw(st.sampled_from([0, 3])) if parts[side] == 1 else 0,
+                parts=min(parts[side], block_sizes[side]),
                 seed=side + 2 * rank,
             )
             for rank in range(sizes[side])
@@ -117,7 +119,8 @@ def cases(draw: st.DrawFn) -> Case:
     ]
     tables = [draw(st.permutations(range(num_blocks))) for _ in caches]
     first = draw(st.integers(0, (num_tokens - 1) // block_sizes[1])) * block_sizes[1]
-    kv = model.kv(rounded)
+    unit = match(caches[1][0], caches[0][0]).unit
+    kv = model.kv(-(-num_tokens // unit) * unit)
     for cache in caches[0]:
         cache.store(kv, tables[0])
     prefill, decode = caches
@@ -644,6 +647,23 @@ def test_a_state_is_written_to_none_but_who_says_of_which_tokens() -> None:
         plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), None, 11)
     with pytest.raises(PlanError, match="in parts"):
         plan.to_write(((1, 2, 3), (9,)), ((4, 5, 6), (7,)), 0, 11, TokenRange(until=8))
+
+
+def test_kernel_blocks_of_the_same_size_need_not_be_cut_by_tokens() -> None:
+    """Whatever a kernel's block looks like inside: here blocks of two, there of one."""
+    model = Model(layers=2, heads=1, head_bytes=3)
+    ours, theirs = RankCache(model, block_size=8, parts=2), RankCache(model, block_size=4)
+    geometry = replace(ours.geometry(), is_cut_by_tokens=False)
+    assert match_peer(geometry, ours.regions(), theirs.metadata()).unit == 4
+    whole = RankCache(model, block_size=8)
+    with pytest.raises(PlanError, match=r"a kernel's block differ: \(4,\) here, \(8,\) there"):
+        match_peer(geometry, ours.regions(), whole.metadata())
+
+
+@pytest.mark.parametrize("sizes", [[0], [3], [-1], [1 << 40], [4, 4]])
+def test_kernel_blocks_that_fit_no_block_are_refused(sizes: list[int]) -> None:
+    with pytest.raises(PlanError, match=r"not multiples|number of KV-cache groups"):
+        match_peer(GEOMETRY, regions(), metadata(group_kernel_sizes=sizes))
 
 
 @pytest.mark.parametrize("size", [2, 8])
