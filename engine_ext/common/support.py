@@ -18,6 +18,10 @@ def refuse_unsupported(
     """Raises UnsupportedError for a model or a parallelism whose KV we cannot move."""
     unsupported = _first(
         ("host buffers with layers that keep a state", geometry.has_state and geometry.is_staged),
+        (
+            "host buffers with blocks of several sizes",
+            geometry.is_staged and len({*geometry.block_sizes}) > 1,
+        ),
         (f"decode context parallel size {identity.dcp_size}", identity.dcp_size != 1),
         (f"prefill context parallel size {identity.pcp_size}", identity.pcp_size != 1),
         ("kv_checksum in push mode", config.checksums and config.transfer_mode == "push"),

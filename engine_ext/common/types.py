@@ -295,7 +295,7 @@ class CacheGeometry:
     """The layout of one rank's blocks, and the part of the model's KV that they hold."""
 
     block_size: int
-    """Tokens per block."""
+    """Tokens per block. Where groups differ, the least common multiple of theirs, as for stock."""
     num_blocks: int
     kv_cache_layout: str = "LBHNC"
     """Axes from outermost to innermost, see engine_ext/layout/blocks.py."""
@@ -312,6 +312,8 @@ class CacheGeometry:
     group_windows: tuple[int | None, ...] = (None,)
     """Per KV-cache group: the tokens of its sliding window, None for full attention, STATE, or the
     value of `chunked`."""
+    group_block_sizes: tuple[int, ...] = ()
+    """Per KV-cache group: the tokens of a block. Empty: `block_size` in all of them."""
     group_kernel_sizes: tuple[int, ...] = ()
     """Per KV-cache group: the tokens of a kernel's block. A block is several of these, one behind
     the other, each laid out as `kv_cache_layout` says. Empty: a block is a kernel's block."""
@@ -329,13 +331,19 @@ class CacheGeometry:
     next token, and each further MTP module one more."""
 
     @property
+    def block_sizes(self) -> tuple[int, ...]:
+        """Tokens per block, by group."""
+        return self.group_block_sizes or (self.block_size,) * len(self.group_windows)
+
+    @property
     def kernel_sizes(self) -> tuple[int, ...]:
-        return self.group_kernel_sizes or (self.block_size,) * len(self.group_windows)
+        return self.group_kernel_sizes or self.block_sizes
 
     @property
     def kernel_blocks(self) -> int:
         """The most kernel blocks that a block consists of."""
-        return self.block_size // min(self.kernel_sizes)
+        pairs = zip(self.block_sizes, self.kernel_sizes, strict=True)
+        return max(size // kernel for size, kernel in pairs)
 
     @property
     def has_state(self) -> bool:

@@ -21,6 +21,8 @@ from engine_ext.layout.plan import (
 from engine_ext.layout.ranks import RankError, TensorRank, is_spare
 from engine_ext.wire.handshake import AgentMetadata
 
+SAME = "give both engines the same tensor parallel size, block size and KV cache layout"
+
 
 class Span(NamedTuple):
     """Layers that are adjacent in both engines: the two regions, and the places of the layers."""
@@ -110,38 +112,45 @@ def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
     sizes = ours, theirs = geometry.block_size, remote.block_size
     if min(sizes) < 1 or max(sizes) % min(sizes) or max(sizes) // min(sizes) > MAX_RATIO:
         raise PlanError(f"block_size differs: {ours} here, {theirs} there, not multiples")
+    named = remote.group_block_sizes
+    # A stock engine does not name them. Its blocks have as many bytes, or are refused.
+    is_known = named is not None or remote.disagg_ext is not None
+    if is_known and geometry.group_block_sizes != tuple(named or ()):
+        raise PlanError(
+            f"tokens per block of each group differ: {geometry.block_sizes} here, "
+            f"{named or theirs} there: {SAME}"
+        )
     kernels = geometry.kernel_sizes, _kernel_sizes(geometry, remote)
     _require("number of KV-cache groups", len(kernels[0]), len(kernels[1]))
     differ = f"block_size differs: {ours} here, {theirs} there"
     if ours == theirs:
         differ = f"tokens of a kernel's block differ: {kernels[0]} here, {kernels[1]} there"
-    every = {*sizes, *kernels[0], *kernels[1]}
+    every = {*geometry.block_sizes, theirs, *kernels[0], *kernels[1]}
     if any(size % max(1, min(every)) or size > min(every) * MAX_RATIO for size in every):
         raise PlanError(f"{differ}, not multiples")
-    same = "give both engines the same block size"
     if kernels[0] != kernels[1] and not geometry.is_cut_by_tokens:
         raise PlanError(
             f"{differ}, and {geometry.attn_backend_name} has all keys of a block before all values "
-            f"or scales: {same}"
+            f"or scales: {SAME}"
         )
     if (ours, kernels[0]) != (theirs, kernels[1]) and geometry.num_kv_heads is None:
-        raise PlanError(f"{differ}, and num_kv_heads is not known: {same}")
+        raise PlanError(f"{differ}, and num_kv_heads is not known: {SAME}")
 
 
 def _kernel_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> tuple[int, ...]:
     """Return the tokens of a kernel's block there, by group."""
-    named = remote.group_kernel_sizes
-    return tuple(named or [remote.block_size] * len(geometry.group_windows))
+    if remote.group_kernel_sizes:
+        return tuple(remote.group_kernel_sizes)
+    return geometry.group_block_sizes or (remote.block_size,) * len(geometry.group_windows)
 
 
 @dataclass(slots=True)
 class _Rows:
     """A `Side` under construction."""
 
-    block_size: int
-    places: range
-    """The units of a block."""
-    num_groups: int
+    block_sizes: tuple[int, ...]
+    units: tuple[int, ...]
+    """Tokens per unit, by group."""
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     size: int = 0
     starts: list[list[list[int]]] = field(init=False)
@@ -149,13 +158,17 @@ class _Rows:
     num_blocks: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.starts = [[[] for _ in self.places] for _ in range(self.num_groups)]
-        self.num_blocks = [MAX_DESCRIPTORS] * self.num_groups
+        self.starts = [[[] for _ in self.places(group)] for group in range(len(self.units))]
+        self.num_blocks = [MAX_DESCRIPTORS] * len(self.units)
+
+    def places(self, group: int) -> range:
+        """Return the units of a block."""
+        return range(self.block_sizes[group] // self.units[group])
 
     def groups_of(self, region: Region) -> range:
         """Return the groups of a region. A shared region has blocks of all groups."""
         if region.group == SHARED:
-            return range(self.num_groups)
+            return range(len(self.units))
         return range(region.group, region.group + 1)
 
     def add(self, region: Region, place: int, offset: int, length: int) -> None:
@@ -178,7 +191,7 @@ class _Rows:
     def finish(self) -> Side:
         groups = zip(self.starts, self.num_blocks, strict=True)
         return Side(
-            self.block_size,
+            self.block_sizes,
             np.array(self.rows, dtype=np.uint64).reshape(len(self.rows), 5),
             tuple(GroupTable(np.array(starts, dtype=np.int32), count) for starts, count in groups),
         )
@@ -199,12 +212,14 @@ class _Matcher:
             and geometry.kv_cache_layout == remote.kv_cache_layout
             and us == them
         )
-        self._unit = geometry.block_size
+        num_groups = len(geometry.group_windows)
+        self._units = geometry.block_sizes
         if not self._is_alike:  # no piece is of two of a kernel's blocks
-            self._unit = min(*geometry.kernel_sizes, *self._kernels)
-        self._ours = self._side(geometry.block_size)
-        self._theirs = self._side(remote.block_size)
-        self._unit_bytes = [0] * len(geometry.group_windows)
+            self._units = (min(*geometry.kernel_sizes, *self._kernels),) * num_groups
+        self._ours = _Rows(geometry.block_sizes, self._units)
+        theirs = geometry.group_block_sizes or (remote.block_size,) * num_groups
+        self._theirs = _Rows(theirs, self._units)
+        self._unit_bytes = [0] * num_groups
         self._regions: dict[str, Region] = {}
         self._layers: list[str] = []
 
@@ -236,7 +251,7 @@ class _Matcher:
             tuple(self._regions.values()),
             self._ours.finish(),
             self._theirs.finish(),
-            self._unit,
+            self._units,
             self._geometry.group_windows,
             tuple(self._unit_bytes),
             tuple(self._layers),
@@ -245,12 +260,10 @@ class _Matcher:
             self._is_alike and has_same_regions,
         )
 
-    def _side(self, block_size: int) -> _Rows:
-        return _Rows(block_size, range(block_size // self._unit), len(self._geometry.group_windows))
-
     def _add_pieces(self, span: Span) -> None:
         here = self._box(self._geometry, span.ours, span.our_layers, self._us)
         there = self._box(self._remote, span.theirs, span.their_layers, self._them)
+        (group, *_) = self._ours.groups_of(span.ours)
         name = f"bytes per head and token of {span.ours.name}"
         _require(name, here(0).shape.extents["C"], there(0).shape.extents["C"])
         joint = joint_axes(here(0), there(0))
@@ -259,7 +272,7 @@ class _Matcher:
             (self._ours, span.ours, here),
             (self._theirs, span.theirs, there),
         ):
-            for place in rows.places:
+            for place in rows.places(group):
                 for offset in pieces(box(place), joint):
                     rows.add(region, place, offset, length)
         self._count(span.ours, length * sum(1 for _ in pieces(here(0), joint)))
@@ -279,24 +292,29 @@ class _Matcher:
         held = self._heads(rank)
         common = self._common_heads()
         heads = range(common.start - held.start, common.stop - held.start)
-        by_group = self._geometry.kernel_sizes if engine is self._geometry else self._kernels
-        sizes = {by_group[group] for group in self._ours.groups_of(region)}
-        if len(sizes) > 1 or max(sizes) % self._unit:
-            raise PlanError(f"groups whose kernels have blocks of {sorted(sizes)} tokens")
-        (size,) = sizes
+        is_ours = engine is self._geometry
+        by_group = self._geometry.kernel_sizes if is_ours else self._kernels
+        rows = self._ours if is_ours else self._theirs
+        groups = rows.groups_of(region)
+        sizes = {(by_group[g], rows.block_sizes[g], self._units[g]) for g in groups}
+        if len(sizes) > 1:
+            raise PlanError(f"the groups that share {region.name} have different blocks: {SAME}")
+        ((size, block_size, unit),) = sizes
+        if size % unit:
+            raise PlanError(f"blocks of {block_size // size} kernel blocks cannot be cut: {SAME}")
         shape = BlockShape.of(
             engine.kv_cache_layout,
             region.block_len,
             layers=len(region.layers),
             heads=len(held),
             tokens=size,
-            kernel_blocks=engine.block_size // size,
+            kernel_blocks=block_size // size,
         )
 
         def box(place: int) -> Box:
-            kernel, token = divmod(place * self._unit, size)
+            kernel, token = divmod(place * unit, size)
             ranges = {"L": layers, "K": range(kernel, kernel + 1), "H": heads}
-            return Box(shape, {**ranges, "N": range(token, token + self._unit)})
+            return Box(shape, {**ranges, "N": range(token, token + unit)})
 
         return box
 
@@ -304,8 +322,7 @@ class _Matcher:
         if self._geometry.num_kv_heads is None:
             needed = "how a state is divided" if self._geometry.has_state else "num_kv_heads"
             raise PlanError(
-                f"the engines' memory is laid out differently, and {needed} is not known: "
-                "give both the same tensor parallel size, block size and KV cache layout"
+                f"the engines' memory is laid out differently, and {needed} is not known: {SAME}"
             )
         return rank.heads(self._geometry.num_kv_heads)
 

@@ -1,10 +1,10 @@
 """Which bytes are transferred: pure functions from block ids to NIXL descriptor indices.
 
 Blocks are matched by token position, never by counting from the end of a list: block k of a request
-holds tokens [k * block_size, (k + 1) * block_size). If the block sizes of two engines differ, both
-are cut into units of the smaller size. If heads, layers or layouts differ, a unit is cut into the
-pieces that are contiguous in both engines. Engines with the same layout have one piece per region
-and block: the block itself.
+holds tokens [k * block_size, (k + 1) * block_size), with the block size of the group. If the block
+sizes of two engines differ, both are cut into units of the smaller size. If heads, layers or
+layouts differ, a unit is cut into the pieces that are contiguous in both engines. Engines with the
+same layout have one piece per region and block: the block itself.
 """
 
 from collections.abc import Sequence
@@ -106,9 +106,14 @@ class Side:
     """The memory of one engine. `rows` are NIXL's five columns: address, length, device, stride and
     count. Descriptors are numbered through the rows."""
 
-    block_size: int
+    block_sizes: tuple[int, ...]
+    """Tokens per block, by group."""
     rows: Rows
     groups: tuple[GroupTable, ...]
+
+    def num_blocks(self, num_tokens: int, group: int) -> int:
+        """Return how many blocks of the group hold so many tokens."""
+        return -(-num_tokens // self.block_sizes[group])
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +124,8 @@ class PeerLayout:
     """The remote's regions."""
     local: Side
     remote: Side
-    unit: int
-    """Tokens per unit."""
+    units: tuple[int, ...]
+    """Tokens per unit, by group."""
     windows: tuple[int | None, ...]
     unit_bytes: tuple[int, ...]
     """Bytes per unit, by group."""
@@ -152,8 +157,10 @@ class PeerLayout:
         self._check_groups(local, remote)
         held = last_token if held_tokens is None else held_tokens
         theirs = [
-            BlockRange(ids, 0 if window is None else max(0, _blocks(held, self.remote) - len(ids)))
-            for ids, window in zip(remote, self.windows, strict=True)
+            BlockRange(
+                ids, 0 if window is None else max(0, self.remote.num_blocks(held, group) - len(ids))
+            )
+            for group, (ids, window) in enumerate(zip(remote, self.windows, strict=True))
         ]
         ours = [BlockRange(ids) for ids in local]
         return self._batch(ours, theirs, first_token, last_token, into_local=True)
@@ -178,24 +185,34 @@ class PeerLayout:
             raise PlanError(
                 "a state cannot be written in parts, or for a peer that does not name its tokens"
             )
-        theirs = [BlockRange(ids, _blocks(last_token, self.remote) - len(ids)) for ids in remote]
+        theirs = [
+            BlockRange(ids, self.remote.num_blocks(last_token, group) - len(ids))
+            for group, ids in enumerate(remote)
+        ]
         if any(blocks.first < 0 for blocks in theirs):
             raise PlanError(f"more remote blocks than {last_token} tokens need")
         ours = [
             BlockRange(
-                ids, 0 if window is None else max(0, _blocks(last_token, self.local) - len(ids))
+                ids,
+                0
+                if window is None
+                else max(0, self.local.num_blocks(last_token, group) - len(ids)),
             )
-            for ids, window in zip(local, self.windows, strict=True)
+            for group, (ids, window) in enumerate(zip(local, self.windows, strict=True))
         ]
         if first_token is None:
-            first_token = min(blocks.first for blocks in theirs) * self.remote.block_size
+            sizes = self.remote.block_sizes
+            first_token = min(
+                blocks.first * size for blocks, size in zip(theirs, sizes, strict=True)
+            )
         return self._batch(ours, theirs, first_token, last_token, into_local=False, part=part)
 
     def check_registered(self, remote: BlockIds) -> None:
         """Raise PlanError for more blocks than any request of ours could fill."""
         self._check_groups(remote)
-        for ids, group in zip(remote, self.local.groups, strict=True):
-            most = _blocks(group.num_blocks * self.local.block_size, self.remote)
+        for group, (ids, table) in enumerate(zip(remote, self.local.groups, strict=True)):
+            num_tokens = table.num_blocks * self.local.block_sizes[group]
+            most = self.remote.num_blocks(num_tokens, group)
             if len(ids) > most:
                 raise PlanError(
                     f"{len(ids)} blocks registered, more than the {most} that all local blocks fill"
@@ -216,9 +233,9 @@ class PeerLayout:
         into_local: bool,
         part: TokenRange = WHOLE,
     ) -> Batch:
-        in_reach = 0 <= first_token <= last_token <= MAX_UNITS * self.unit
-        if first_token % self.unit or not in_reach:
-            raise PlanError(f"tokens {first_token} to {last_token} in units of {self.unit}")
+        in_reach = 0 <= first_token <= last_token <= MAX_UNITS * min(self.units)
+        if any(first_token % unit for unit in self.units) or not in_reach:
+            raise PlanError(f"tokens {first_token} to {last_token} in units of {self.units}")
         parts = [
             self._pair(
                 group,
@@ -257,13 +274,14 @@ class PeerLayout:
         window = self.windows[group]
         if window == STATE:
             return state_units("local", local), state_units("remote", remote)
-        positions = np.arange(first_token // self.unit, -(-last_token // self.unit))
-        here = self._units("local", local, self.local, positions, window)
-        there = self._units("remote", remote, self.remote, positions, window)
+        unit = self.units[group]
+        positions = np.arange(first_token // unit, -(-last_token // unit))
+        here = self._units("local", local, self.local, positions, group)
+        there = self._units("remote", remote, self.remote, positions, group)
         if window is not None:
             ours, theirs = here.blocks != NULL_BLOCK, there.blocks != NULL_BLOCK
             wanted, given = (ours, theirs) if into_local else (theirs, ours)
-            needed = self._needed(positions, window, last_token, into_local)
+            needed = self._needed(positions, group, window, last_token, into_local)
             if (wanted & needed & ~given).any():
                 holder = "the remote keeps" if into_local else "we keep"
                 raise PlanError(f"{holder} less than the window of {abs(window)} tokens")
@@ -275,6 +293,7 @@ class PeerLayout:
     def _needed(
         self,
         positions: npt.NDArray[np.int64],
+        group: int,
         window: int,
         last_token: int,
         into_local: bool,
@@ -283,8 +302,8 @@ class PeerLayout:
         whether it was filled or not. Into remote blocks: those from the begin of the window on."""
         if into_local:
             return np.ones(len(positions), dtype=np.bool_)
-        block_size = self.remote.block_size
-        ends = (positions * self.unit // block_size + 1) * block_size
+        block_size = self.remote.block_sizes[group]
+        ends = (positions * self.units[group] // block_size + 1) * block_size
         return ends > first_seen(window, last_token - 1)
 
     def _units(
@@ -293,11 +312,12 @@ class PeerLayout:
         blocks: BlockRange,
         side: Side,
         positions: npt.NDArray[np.int64],
-        window: int | None,
+        group: int,
     ) -> Units:
         """Return the units of these positions. With a window, positions before the list are
         holes."""
-        per_block = side.block_size // self.unit
+        window = self.windows[group]
+        per_block = side.block_sizes[group] // self.units[group]
         index = positions // per_block - blocks.first
         if len(index) and (index[-1] >= len(blocks.ids) or (window is None and index[0] < 0)):
             raise PlanError(f"{len(blocks.ids)} {name} blocks do not cover the tokens")
@@ -313,10 +333,6 @@ def state_units(name: str, blocks: BlockRange) -> Units:
     if len(blocks.ids) != 1:
         raise PlanError(f"{len(blocks.ids)} {name} blocks of a state, which has one")
     return Units(np.array(blocks.ids, dtype=np.int64), np.zeros(1, dtype=np.int64))
-
-
-def _blocks(tokens: int, side: Side) -> int:
-    return -(-tokens // side.block_size)
 
 
 def _take(units: Units, which: npt.NDArray[np.intp] | npt.NDArray[np.bool_]) -> Units:

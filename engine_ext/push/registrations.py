@@ -524,11 +524,13 @@ class Registrations:
     def _awaited(self, registration: PushRegistration) -> BlockIds:
         """Return the blocks of the tokens to be written. A state has one block in any case."""
         geometry = self._context.geometry
-        first = registration.first_token // geometry.block_size
-        last = -(-registration.last_token // geometry.block_size)
+        first, last = registration.first_token, registration.last_token
         windows = geometry.group_windows
-        groups = zip(registration.local_block_ids, windows, strict=True)
-        awaited = tuple(ids if window == STATE else ids[first:last] for ids, window in groups)
+        groups = zip(registration.local_block_ids, windows, geometry.block_sizes, strict=True)
+        awaited = tuple(
+            ids if window == STATE else ids[first // size : -(-last // size)]
+            for ids, window, size in groups
+        )
         return without_holes(awaited, windows)
 
     def _find(self, request_id: str, sender: str, generation: int) -> PendingRegistration | None:

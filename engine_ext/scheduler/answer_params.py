@@ -24,6 +24,7 @@ class AnswerParams:
     ) -> None:
         self._identity = identity
         self._block_size = geometry.block_size
+        self._block_sizes = geometry.block_sizes
         self._windows = geometry.group_windows
         self._mode = mode
         self._unix_time = unix_time
@@ -75,8 +76,8 @@ class AnswerParams:
 
     def list_blocks(self, request: EngineRequest, block_ids: BlockIds) -> BlockIds:
         """Return the blocks that hold the request's KV, in the form that readers receive."""
-        num_blocks = -(-request.num_computed_tokens // self._block_size)
-        held = tuple(group[:num_blocks] for group in block_ids)
+        sizes = zip(block_ids, self._block_sizes, strict=True)
+        held = tuple(ids[: -(-request.num_computed_tokens // size)] for ids, size in sizes)
         return without_holes(held, self._windows)
 
     def _place_of(self, request: EngineRequest, block_ids: BlockIds) -> dict[str, Any]:

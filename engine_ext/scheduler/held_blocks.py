@@ -114,7 +114,7 @@ class HeldBlocks:
         self._orders = orders
         self._params = params
         self._config = config
-        self._block_size = geometry.block_size
+        self._block_size = min(geometry.block_sizes)
         self._has_state = geometry.has_state
         self._expected: dict[str, ExpectedReader | ExpectedTurn] = {}
         self._held: set[str] = set()

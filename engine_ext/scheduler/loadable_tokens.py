@@ -21,7 +21,7 @@ class LoadableTokens:
 
     def __init__(self, config: ConnectorConfig, geometry: CacheGeometry) -> None:
         self._config = config
-        self._block_size = geometry.block_size
+        self._geometry = geometry
         self._windows: Sequence[int | None] = geometry.group_windows
         self._has_state = geometry.has_state
         self._lookahead = geometry.lookahead
@@ -99,13 +99,20 @@ class LoadableTokens:
 
     def _count_held(self, source: RemoteSource) -> int:
         """Return the most tokens that the remote's block lists can hold. Groups with a window list
-        only its end. A peer that does not send its block size is taken to have ours."""
-        groups = zip(source.block_ids, self._windows, strict=False)
-        lengths = [len(ids) for ids, window in groups if window is None]
+        only its end."""
+        groups = zip(source.block_ids, self._windows, self._block_sizes_of(source), strict=False)
+        lengths = [len(ids) * size for ids, window, size in groups if window is None]
         if not lengths:
             return source.num_tokens or 0
-        held = min(lengths) * (source.block_size or self._block_size)
+        held = min(lengths)
         return held if source.num_tokens is None else min(held, source.num_tokens)
+
+    def _block_sizes_of(self, source: RemoteSource) -> Sequence[int]:
+        """Return the tokens of a remote block, by group. A peer that does not send its block size
+        is taken to have ours, as one whose groups differ has: the handshake compares them."""
+        if source.block_size is None or self._geometry.group_block_sizes:
+            return self._geometry.block_sizes
+        return (source.block_size,) * len(self._windows)
 
     def _holds_windows(self, source: RemoteSource, num_tokens: int) -> bool:
         """Return True if the remote's blocks cover the windows of the token behind `num_tokens`,
@@ -113,13 +120,12 @@ class LoadableTokens:
         token, which it must name; it may be further ahead than we can use."""
         if source.num_tokens is None:
             return all(window is None for window in self._windows)
-        block_size = source.block_size or self._block_size
-        end = -(-source.num_tokens // block_size)
         kept = without_holes(source.block_ids, self._windows)
+        sizes = zip(self._block_sizes_of(source), self._geometry.block_sizes, strict=True)
         return all(
-            (end - len(ids)) * block_size
-            <= first_seen(window, num_tokens) // self._block_size * self._block_size
-            for ids, window in zip(kept, self._windows, strict=False)
+            (-(-source.num_tokens // theirs) - len(ids)) * theirs
+            <= first_seen(window, num_tokens) // ours * ours
+            for ids, window, (theirs, ours) in zip(kept, self._windows, sizes, strict=False)
             if window is not None and window != STATE
         )
 

@@ -4,7 +4,9 @@ A partial offer holds as long as the request keeps these blocks. If the request 
 preempted), an empty offer reports that, and later offers belong to another attempt.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 
 from engine_ext.common.orders import PartialOffer
 from engine_ext.common.prefix_hashes import digest
@@ -30,9 +32,11 @@ class _OfferedPrompt:
 class PartialOffers:
     """One per engine. It writes the offers for the worker half into `orders`."""
 
-    def __init__(self, orders: Orders, block_size: int) -> None:
+    def __init__(self, orders: Orders, block_sizes: Sequence[int]) -> None:
+        """`block_sizes`: tokens per block, by KV-cache group."""
         self._orders = orders
-        self._block_size = block_size
+        self._block_sizes = block_sizes
+        self._step = lcm(*block_sizes)
         self._prompts: dict[str, _OfferedPrompt] = {}
 
     def __bool__(self) -> bool:
@@ -50,15 +54,16 @@ class PartialOffers:
         prompt = self._prompts.get(request_id)
         if prompt is None:
             return
-        num_blocks = min(num_tokens, prompt.num_tokens) // self._block_size
-        if num_blocks * self._block_size <= prompt.num_offered:
+        offered = min(num_tokens, prompt.num_tokens) // self._step * self._step
+        if offered <= prompt.num_offered:
             return
         content = prompt.last.digest if prompt.last else self._digest(prompt)
         if content is None:
             del self._prompts[request_id]
             return
-        blocks = tuple(group[:num_blocks] for group in block_ids)
-        self._offer(prompt, blocks, num_blocks * self._block_size, content)
+        sizes = zip(block_ids, self._block_sizes, strict=True)
+        blocks = tuple(group[: offered // size] for group, size in sizes)
+        self._offer(prompt, blocks, offered, content)
 
     def lost(self, request_id: str) -> None:
         """Note that the request has lost its blocks, or has other ones."""

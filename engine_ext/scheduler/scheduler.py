@@ -76,7 +76,7 @@ class SchedulerConnector:
         self._awaited = AwaitedReports(self._orders, clock)
         self._loadable = LoadableTokens(config, geometry)
         early = EarlyBlockLimit(
-            geometry.block_size,
+            min(geometry.block_sizes),
             geometry.num_blocks,
             len(geometry.group_windows),
             geometry.max_model_len,
@@ -97,7 +97,7 @@ class SchedulerConnector:
         self.borrows = False
         """A request's `holders` are asked for loans."""
         self._saves = SavePlanner(geometry.block_size) if geometry.is_staged else None
-        self._partial_offers = PartialOffers(self._orders, geometry.block_size)
+        self._partial_offers = PartialOffers(self._orders, geometry.block_sizes)
         self._keeps_turns = config.bidirectional and not geometry.has_state
         self._has_state = geometry.has_state
         is_pushing = config.transfer_mode == "push" and config.writes_early

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any
 
 import torch
@@ -102,7 +103,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
             for kind in sorted(unknown_cache_kinds(vllm_config, kv_cache_config))
         },
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
-        "KV-cache groups of different block sizes": len(_block_sizes(kv_cache_config)) > 1,
         "KV-cache groups that are not transferred": _has_untransferred_groups(kv_cache_config),
         **{f"states kept in mode {mode}": True for mode in _unknown_state_modes(states)},
         "speculation with layers that keep a state": any(s.num_speculative_blocks for s in states),
@@ -161,10 +161,15 @@ def _layers_of(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
     return spec.kv_cache_specs.values() if isinstance(spec, UniformTypeKVCacheSpecs) else (spec,)
 
 
-def _block_sizes(kv_cache_config: KVCacheConfig) -> set[int]:
-    """Return the sizes of blocks of tokens; a state's block is as long as the longest request."""
-    specs = _layer_specs(kv_cache_config)
-    return {spec.block_size for spec in specs if not isinstance(spec, MambaSpec)}
+def _block_sizes(block_size: int, kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Return the tokens of each group's blocks if any has not the usual number. vLLM gives layers
+    with less per token more tokens per block, so that all blocks have as many bytes. A state's
+    block is as long as the longest request, and of no use here."""
+    sizes = [
+        block_size if windowed == STATE else spec.block_size
+        for spec, windowed in zip(_specs(kv_cache_config), windows(kv_cache_config), strict=True)
+    ]
+    return tuple(sizes) if {*sizes} - {block_size} else ()
 
 
 def _has_untransferred_groups(kv_cache_config: KVCacheConfig) -> bool:
@@ -204,10 +209,13 @@ def _has_state(model: ModelConfig) -> bool:
 
 def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
     """Return what the scheduler half needs; only workers know layout and backend."""
+    block_size = vllm_config.cache_config.block_size
+    sizes = _block_sizes(block_size, kv_cache_config)
     return CacheGeometry(
-        vllm_config.cache_config.block_size,
+        lcm(*sizes) if sizes else block_size,
         kv_cache_config.num_blocks,
         group_windows=windows(kv_cache_config),
+        group_block_sizes=sizes,
         may_load=may_load(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
         lookahead=_lookahead(vllm_config),
@@ -239,11 +247,13 @@ def cache_geometry(
     model = vllm_config.model_config
     stage, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
     backend = get_current_attn_backends(vllm_config)[0].get_name()
+    sizes = _block_sizes(cache.block_size, kv_cache_config)
     return CacheGeometry(
-        block_size=cache.block_size,
+        block_size=lcm(*sizes) if sizes else cache.block_size,
         num_blocks=kv_cache_config.num_blocks,
         kv_cache_layout=cache.get_resolved_kv_cache_layout().name,
         attn_backend_name=backend,
+        group_block_sizes=sizes,
         group_kernel_sizes=_kernel_sizes(cache.block_size, kv_caches, kv_cache_config),
         is_cut_by_tokens=backend not in KEYS_BEFORE_VALUES and not _has_indexer(model),
         num_kv_heads=_num_kv_heads(model, kv_cache_config),
@@ -263,7 +273,9 @@ def _kernel_sizes(
     for group in kv_cache_config.kv_cache_groups:
         lengths = [len(kv_caches[name]) for name in group.layer_names if name in kv_caches]
         parts.append(max(lengths, default=0) // kv_cache_config.num_blocks or 1)
-    return tuple(block_size // each for each in parts) if max(parts) > 1 else ()
+    sizes = _block_sizes(block_size, kv_cache_config) or (block_size,) * len(parts)
+    kernels = tuple(size // part for size, part in zip(sizes, parts, strict=True))
+    return kernels if max(parts) > 1 else ()
 
 
 CRYPTOGRAPHIC = ("sha256", "sha256_cbor")
@@ -294,6 +306,7 @@ def why_no_loans(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
         "made": cache.prefix_caching_hash_algo not in CRYPTOGRAPHIC,
         "--prefix-match-unit": cache.prefix_match_unit not in (None, cache.block_size),
         "some layers have a window or keep a state": set(windows(kv_cache_config)) != {None},
+        "blocks of several sizes": bool(_block_sizes(cache.block_size, kv_cache_config)),
         "speculation with draft layers": drafts is not None,
         "several tensor or pipeline ranks": num_ranks > 1,
         "workers on other nodes": not is_near,

@@ -109,6 +109,8 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     contrast, are layers that share the memory."""
     region_tenants: Annotated[list[Texts], msgspec.Meta(max_length=MAX_REGIONS)] | None = None
     """Per region and group, the layers that share the memory."""
+    group_block_sizes: Numbers | None = None
+    """Per KV-cache group, the tokens of a block, if groups differ."""
     group_kernel_sizes: Numbers | None = None
     """Per KV-cache group, the tokens of a kernel's block, if a block is several of these."""
 

@@ -127,7 +127,7 @@ class Checksums:
     def __init__(
         self, regions: Sequence[Region], geometry: CacheGeometry, blocks: BlockMemory
     ) -> None:
-        self._block_size = geometry.block_size
+        self._block_sizes = geometry.block_sizes
         self._windows = geometry.group_windows
         self._regions = tuple(
             [region for region in regions if region.group in (group, SHARED)]
@@ -206,12 +206,11 @@ class Checksums:
         if window == STATE:
             yield ours[0], 0
             return
-        skipped = 0
+        skipped, size = 0, self._block_sizes[group]
         if window is not None:
             held = order.last_token if source.num_tokens is None else source.num_tokens
-            skipped = max(0, -(-held // self._block_size) - len(theirs))
-        first, end = order.first_token // self._block_size, -(-order.last_token // self._block_size)
-        for position in range(first, end):
+            skipped = max(0, -(-held // size) - len(theirs))
+        for position in range(order.first_token // size, -(-order.last_token // size)):
             place = position - skipped
             is_hole = window is not None and (
                 place < 0 or NULL_BLOCK in (ours[position], theirs[place])

@@ -300,6 +300,7 @@ class WorkerConnector:
             block_size=self._geometry.block_size,
             attn_backend_name=self._geometry.attn_backend_name,
             physical_blocks_per_logical_kv_block=self._geometry.kernel_blocks,
+            group_block_sizes=list(self._geometry.group_block_sizes) or None,
             group_kernel_sizes=list(self._geometry.group_kernel_sizes) or None,
             region_num_blocks=[region.num_blocks for region in regions],
             region_group_ids=[region.group for region in regions],

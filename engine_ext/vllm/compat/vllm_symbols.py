@@ -81,7 +81,7 @@ CACHE = Feature(
         {CACHES}:KVCacheGroupSpec has kv_cache_spec layer_names
         {CACHES}:KVCacheSpec has block_size
         {CACHES}:AttentionSpec has num_kv_heads num_head_slots state_content_size_bytes
-        {CACHES}:MLAAttentionSpec has tokens_per_state
+            tokens_per_state
         {CACHES}:SlidingWindowSpec has sliding_window
         {CACHES}:ChunkedLocalAttentionSpec has attention_chunk_size
         {CACHES}:UniformTypeKVCacheSpecs has kv_cache_specs

@@ -463,7 +463,8 @@ def the_kinds_of_cache_that_are_refused_are_named(model: Path) -> None:
     compressed = MLAAttentionSpec(head_size=576, tokens_per_state=4, **sizes)
     window = SlidingWindowMLASpec(head_size=512, sliding_window=128, **sizes)
     both = UniformTypeKVCacheSpecs(64, kv_cache_specs={"attn": compressed, "window": window})
-    for specs in ((window, compressed), (both,)):
+    indexer = MLAAttentionSpec(head_size=132, **sizes)  # beside attention that is not latent
+    for specs in ((window, compressed), (both,), (indexer,)):
         scheduler = Engine(model).scheduler
         config = scheduler.vllm_config
         groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]

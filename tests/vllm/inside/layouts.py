@@ -127,6 +127,9 @@ KINDS = (
     Kind("FLASH_ATTN", windows=(NUM_HEADS, HEAD_SIZE)),
     Kind("FLASH_ATTN", windows=(NUM_HEADS, 48)),  # padded to a page of the other layers
     Kind("FLASH_ATTN", windows=(2 * NUM_HEADS, HEAD_SIZE // 2)),
+    Kind("FLASH_ATTN", windows=(2 * NUM_HEADS, HEAD_SIZE)),
+    Kind("FLASH_ATTN", windows=(NUM_HEADS, HEAD_SIZE // 2)),
+    Kind("FLASHINFER", windows=(2 * NUM_HEADS, HEAD_SIZE)),
     Kind("FLASHINFER"),
     Kind("FLASHINFER", "nvfp4"),
     Kind("TRITON_ATTN"),
@@ -246,6 +249,8 @@ def block_sizes(kind: Kind) -> list[int]:
     if any(isinstance(size, MultipleOf) for size in sizes):
         base = max(16, *(size.base for size in sizes if isinstance(size, MultipleOf)))
         return [base, 2 * base]
+    if kind.windows:
+        return [max(sizes)]
     return [3 * min(sizes)] if kind.has_states else sorted(sizes)[:2]
 
 
@@ -346,7 +351,7 @@ class Rank:
     def blocks(self, group: int, num_tokens: int, ids: tuple[int, ...]) -> tuple[int, ...]:
         """The first of these, as many as hold so many tokens."""
         is_state = self.geometry.group_windows[group] == STATE
-        return ids[: 1 if is_state else num_tokens // self.block_size]
+        return ids[: 1 if is_state else num_tokens // self.geometry.block_sizes[group]]
 
     @property
     def memory(self) -> torch.Tensor:
@@ -458,7 +463,7 @@ def _addresses(rows: Rows, descriptors: Sequence[int]) -> list[tuple[int, int]]:
 
 def moved(theirs: Sequence[Rank], ours: Sequence[Rank], *, permute: bool = False) -> str:
     """Each of our ranks reads a prompt of all ranks that hold some of its heads."""
-    sizes = ours[0].block_size, theirs[0].block_size
+    sizes = ours[0].geometry.block_size, theirs[0].geometry.block_size
     num_tokens = max(sizes) * (2 if max(sizes) <= 2 * min(sizes) else 1)
     # Neither in order nor at the same places.
     groups = len(set(ours[0].groups.values()))

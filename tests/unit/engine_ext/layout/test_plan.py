@@ -83,7 +83,7 @@ class Case:
 
     def loaded(self) -> range:
         """In whole units; P's garbage behind the last token comes along."""
-        unit = match(self.decode[0], self.prefill[0]).unit
+        unit = match(self.decode[0], self.prefill[0]).units[0]
         return range(self.first_token, -(-self.num_tokens // unit) * unit)
 
 
@@ -119,7 +119,7 @@ def cases(draw: st.DrawFn) -> Case:
     ]
     tables = [draw(st.permutations(range(num_blocks))) for _ in caches]
     first = draw(st.integers(0, (num_tokens - 1) // block_sizes[1])) * block_sizes[1]
-    unit = match(caches[1][0], caches[0][0]).unit
+    unit = match(caches[1][0], caches[0][0]).units[0]
     kv = model.kv(-(-num_tokens // unit) * unit)
     for cache in caches[0]:
         cache.store(kv, tables[0])
@@ -654,7 +654,7 @@ def test_kernel_blocks_of_the_same_size_need_not_be_cut_by_tokens() -> None:
     model = Model(layers=2, heads=1, head_bytes=3)
     ours, theirs = RankCache(model, block_size=8, parts=2), RankCache(model, block_size=4)
     geometry = replace(ours.geometry(), is_cut_by_tokens=False)
-    assert match_peer(geometry, ours.regions(), theirs.metadata()).unit == 4
+    assert match_peer(geometry, ours.regions(), theirs.metadata()).units == (4,)
     whole = RankCache(model, block_size=8)
     with pytest.raises(PlanError, match=r"a kernel's block differ: \(4,\) here, \(8,\) there"):
         match_peer(geometry, ours.regions(), whole.metadata())
@@ -672,7 +672,43 @@ def test_blocks_that_are_not_cut_by_tokens_are_of_one_size(size: int) -> None:
     geometry = replace(ours.geometry(), is_cut_by_tokens=False)
     with pytest.raises(PlanError, match=f"4 here, {size} there, and CPU_ATTN has all keys"):
         match_peer(geometry, ours.regions(), theirs.metadata())
-    assert match_peer(geometry, ours.regions(), ours.metadata()).unit == 4
+    assert match_peer(geometry, ours.regions(), ours.metadata()).units == (4, 4)
+
+
+def test_groups_may_have_blocks_of_different_sizes() -> None:
+    """Four blocks of 16 tokens and two of 32: of the windowed group, the reader needs the last."""
+    geometry = replace(
+        GEOMETRY, block_size=32, group_windows=(None, 20), group_block_sizes=(16, 32)
+    )
+    ours = [replace(region, group=group) for group, region in enumerate(regions(layers=2))]
+    theirs = metadata(block_size=32, group_block_sizes=[16, 32], region_group_ids=[0, 1])
+    plan = match_peer(geometry, ours, theirs)
+    # Descriptors are numbered by region; the remote's has 64 blocks.
+    batch = plan.to_read(((1, 2, 3, 4), (0, 6)), ((9, 8, 7, 6), (5,)), 0, 64, 64)
+    assert dict(zip(batch.local.tolist(), batch.remote.tolist(), strict=True)) == {
+        1: 9,
+        2: 8,
+        3: 7,
+        4: 6,
+        GEOMETRY.num_blocks + 6: 64 + 5,
+    }
+    written = plan.to_write(((1, 2, 3, 4), (6,)), ((8, 7, 6), (5,)), 32, 64, TokenRange())
+    assert written.num_blocks == 2 + 1
+    with pytest.raises(PlanError, match="do not cover"):
+        plan.to_read(((1, 2, 3, 4), (5, 6)), ((9, 8, 7), (5,)), 0, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "extension"),
+    [((16, 32), [32, 16], None), ((16, 32), None, 2), ((), [16, 32], 2), ((16, 32), [16], 2)],
+)
+def test_groups_of_other_block_sizes_are_refused_by_name(
+    ours: tuple[int, ...], theirs: list[int] | None, extension: int | None
+) -> None:
+    geometry = replace(GEOMETRY, group_windows=(None, 20), group_block_sizes=ours)
+    told = metadata(group_block_sizes=theirs, region_group_ids=[0, 1], disagg_ext=extension)
+    with pytest.raises(PlanError, match=r"tokens per block of each group differ: \(16, "):
+        match_peer(geometry, regions(), told)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

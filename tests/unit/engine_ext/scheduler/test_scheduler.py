@@ -872,6 +872,41 @@ def test_a_remote_that_gave_up_what_a_window_or_a_chunk_needs_is_not_read(
         assert len(ordered(decoder.build_connector_meta(), Decline)) == 1
 
 
+# Groups with blocks of other sizes.
+
+
+UNLIKE = CacheGeometry(32, 32, group_windows=(None, 49), group_block_sizes=(16, 32))
+LISTS = (BLOCKS[0], (11, 12, 13, 14))
+"""100 tokens in 7 blocks of 16, and in 4 of 32."""
+
+
+@pytest.mark.parametrize(("listed", "loaded"), [(3, 99), (2, 0)])
+def test_the_blocks_of_each_group_are_counted_by_its_own_size(listed: int, loaded: int) -> None:
+    """The token behind 99 sees from 51 on, in the second block of 32."""
+    decoder = make("d", geometry=UNLIKE)
+    given = [list(LISTS[0]), list(LISTS[1][-listed:])]
+    request = offered(decoder, remote_block_ids=given, remote_block_size=16)
+    assert decoder.get_num_new_matched_tokens(request, 48)[0] == max(0, loaded - 48)
+    if loaded:
+        decoder.update_state_after_alloc(request, LISTS, loaded - 48)
+        (order,) = ordered(decoder.build_connector_meta(), PullOrder)
+        assert order.first_token == 32, "a block begins there in both groups"
+
+
+def test_what_is_answered_and_offered_early_ends_with_a_block_of_each_group() -> None:
+    request = Request("r", {"do_remote_decode": True}, num_computed_tokens=40)
+    prefiller = make("p", geometry=UNLIKE)
+    prefiller.on_new_request(request)
+    decision = prefiller.request_finished(request, LISTS, FinishStatus.LENGTH_CAPPED)
+    assert decision.kv_transfer_params is not None
+    assert decision.kv_transfer_params["remote_block_ids"] == [[6, 5, 4], [11, 12]]
+    pushing = make("p", geometry=UNLIKE, transfer_mode="push")
+    pushing.on_new_request(request)
+    pushing.on_step("r", LISTS, 60, 16)
+    (offer,) = ordered(pushing.build_connector_meta(), PartialOffer)
+    assert (offer.num_tokens, offer.block_ids) == (32, ((6, 5), (11,)))
+
+
 # Layers that keep a state.
 
 
