@@ -14,9 +14,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "support.md"
 README = ROOT / "README.md"
-FEATURES: list[dict[str, Any]] = tomllib.loads(
-    (ROOT / "docs" / "support.toml").read_text(encoding="utf-8")
-)["feature"]
+DATA = tomllib.loads((ROOT / "docs" / "support.toml").read_text(encoding="utf-8"))
+FEATURES: list[dict[str, Any]] = DATA["feature"]
+FAMILIES: list[dict[str, Any]] = DATA["family"]
+PROOFS = {"answers", "bytes", "refused"}
 COLUMNS = {"reference": "reference engine", "vllm-0.32": "vLLM 0.32", "vllm-0.33": "vLLM 0.33"}
 NEWEST, BUILD = "vllm-0.33", "vllm-0.32"
 BEGIN = "<!-- Written by python -m tests.unit.test_support_document from support.toml. -->\n"
@@ -68,6 +69,10 @@ def tables() -> str:
         for feature in (each for each in FEATURES if each["group"] == group):
             cells = (text_of(feature, column) for column in COLUMNS)
             parts.append(f"| {feature['name']} | {' | '.join(cells)} |")
+    parts += ["\n### Models by name\n", "| models | caches | vLLM 0.32 and 0.33 |", "|---|---|---|"]
+    for family in FAMILIES:
+        message = f": `{family['message']}`" if "message" in family else ""
+        parts.append(f"| {family['models']} | {family['caches']} | {family['proof']}{message} |")
     parts += ["\n### Messages of refusals\n", "| | message |", "|---|---|"]
     for feature in FEATURES:
         cells_of = (feature.get(column, {}) for column in COLUMNS)
@@ -105,6 +110,16 @@ def test_each_cell_is_a_known_state_and_names_tests_that_exist(feature: dict[str
             # A test is collected from the file that defines it, or that imports it.
             there = rf"^(?:async )?def {name}\(|^    {name},$"
             assert re.search(there, source, re.MULTILINE), name
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda each: each["models"])
+def test_each_family_is_proven_by_tests_that_exist(family: dict[str, Any]) -> None:
+    """tests/vllm/test_families.py compares the proofs with what our code does."""
+    assert family["proof"] in PROOFS
+    assert ("tests" in family) == (family["proof"] == "answers")
+    assert ("message" in family) == (family["proof"] == "refused")
+    for path, name in (each.split("::") for each in family.get("tests", ())):
+        assert f"\ndef {name}(" in (ROOT / path).read_text(encoding="utf-8")
 
 
 def test_no_feature_is_listed_twice() -> None:

@@ -53,7 +53,7 @@ except ImportError:  # 0.32
 
 from engine_ext.common.types import SHARED, STATE, CacheGeometry, Region
 from engine_ext.layout.match import match_peer
-from engine_ext.layout.plan import PlanError, Rows
+from engine_ext.layout.plan import Batch, PeerLayout, PlanError, Rows
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.vllm import describe
 from engine_ext.wire.handshake import AgentMetadata
@@ -461,6 +461,17 @@ def _addresses(rows: Rows, descriptors: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
+def copy(layout: PeerLayout, batch: Batch) -> None:
+    """Move what NIXL would."""
+    for (to, length), (source, same) in zip(
+        _addresses(layout.local.rows, batch.local.tolist()),
+        _addresses(layout.remote.rows, batch.remote.tolist()),
+        strict=True,
+    ):
+        assert length == same
+        ctypes.memmove(to, source, length)
+
+
 def moved(theirs: Sequence[Rank], ours: Sequence[Rank], *, permute: bool = False) -> str:
     """Each of our ranks reads a prompt of all ranks that hold some of its heads."""
     sizes = ours[0].geometry.block_size, theirs[0].geometry.block_size
@@ -489,13 +500,7 @@ def moved(theirs: Sequence[Rank], ours: Sequence[Rank], *, permute: bool = False
             if layout.skips_read:
                 continue
             batch = layout.to_read(local, remote, 0, num_tokens, num_tokens)
-            for (to, length), (source, same) in zip(
-                _addresses(layout.local.rows, batch.local.tolist()),
-                _addresses(layout.remote.rows, batch.remote.tolist()),
-                strict=True,
-            ):
-                assert length == same
-                ctypes.memmove(to, source, length)
+            copy(layout, batch)
     is_right = all(model.is_in(rank, local) for rank in ours)
     is_right &= all(map(_is_as_before_beside, ours, before, itertools.repeat(local)))
     return RIGHT if is_right else WRONG
