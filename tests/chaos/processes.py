@@ -84,9 +84,13 @@ class Engine:
     start_timeout: float = START_TIMEOUT_S
     child: ChildProcess | None = None
 
+    @property
+    def is_running(self) -> bool:
+        return self.child is not None and self.child.process.poll() is None
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the engine and all that it started, if it runs."""
-        if self.child is not None and self.child.process.poll() is None:
+        if self.child is not None and self.is_running:
             os.killpg(self.child.process.pid, number)
 
 
@@ -114,8 +118,9 @@ class EngineFleet:
         return path
 
     async def start(self) -> None:
-        """Start all engines. Raises BenchError when one does not serve."""
-        await asyncio.gather(*map(self.restart, (*self.prefillers, *self.decoders)))
+        """Start all engines that do not run. Raises BenchError when one does not serve."""
+        engines = (*self.prefillers, *self.decoders)
+        await asyncio.gather(*(self.restart(each) for each in engines if not each.is_running))
 
     async def restart(self, engine: Engine) -> None:
         engine.child = self._family.start(engine.name, engine.command, "")

@@ -25,7 +25,7 @@ BALANCER_S = 0.3
 """From SIGTERM until new connections go to the second router: less than its shutdown delay."""
 FAILURE_PAUSE_S = 0.1
 """After a failure, so that quick failures do not outnumber everything else."""
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 120.0
 READY_ANSWERS = 6
 """Right answers in a row after which a router knows all its engines."""
 PASSED_OVER = 20
@@ -135,6 +135,7 @@ class Drill:
     async def run(self, scenario: Scenario, mode: Mode, questions: Questions) -> Outcome:
         """Raises BenchError when a router or an engine does not start."""
         name = f"{scenario.name} {mode}"
+        await self.fleet.start()
         routers = [await self._start_router(name)]
         spread = scenario.chunks * scenario.interval
         connects_anew = scenario.role is Role.ROUTER
@@ -203,10 +204,12 @@ class Drill:
                 await asyncio.sleep(BALANCER_S)
                 load.port = routers[1].port
             case blow:
-                await self._kill(victims, blow, seconds)
+                await self._kill(victims, blow, seconds, scenario.restarts)
         return None
 
-    async def _kill(self, victims: Sequence[Engine], blow: Blow, seconds: float) -> None:
+    async def _kill(
+        self, victims: Sequence[Engine], blow: Blow, seconds: float, restarts: bool
+    ) -> None:
         if blow is Blow.STOP:
             await asyncio.gather(*map(self.fleet.stop, victims))
         else:
@@ -214,7 +217,8 @@ class Drill:
                 self.fleet.kill(engine)
         if blow is Blow.KILL:
             await asyncio.sleep(seconds)
-        await asyncio.gather(*map(self.fleet.restart, victims))
+        if restarts:
+            await asyncio.gather(*map(self.fleet.restart, victims))
         if blow is Blow.RESTART:
             await asyncio.sleep(seconds)
 

@@ -106,8 +106,8 @@ def test_streams_of_a_killed_engine_go_on(three: tuple[Fleet, list[Server]]) -> 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("scenario", ["stock-kill-p", "stock-kill-d"])
 def test_clients_see_nothing_of_a_killed_engine(tmp_path: Path, scenario: str) -> None:
-    """The drill under load, in which an engine is also started again."""
-    patient = ("--router-arg=--health-timeout", "--router-arg=5")
+    """The drill under load."""
+    patient = [f"--router-arg={each}" for each in ("--health-timeout", "5", "--warm-up", "eager")]
     command = [sys.executable, "scripts/bench.py", "chaos", "--only", scenario, *patient]
     subprocess.run([*command, "--json", tmp_path / "runs"], check=True, timeout=1500)
     (run,) = json.loads((tmp_path / "runs").read_text())["runs"]

@@ -36,7 +36,7 @@ from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import PlanError
 from engine_ext.layout.ranks import TensorRank
 from engine_ext.vllm import describe
-from tests.vllm.inside.layouts import WRONG, Kind, Rank, backend_of, config_of, copy, planning
+from tests.vllm.inside.layouts import WRONG, Kind, Rank, backend_of, config_of, copy, planned
 
 BYTES, HALF, FLOAT = torch.uint8, torch.bfloat16, torch.float32
 NUM_BLOCKS = 40
@@ -272,8 +272,7 @@ def engine_of(family: Family) -> Rank:
     model = config.model_config
     model.use_mla, model.is_hybrid, model.max_model_len = family.use_mla, family.has_states, 4096
     model.hf_text_config = SimpleNamespace(**{"index_topk": 2048} if family.is_sparse else {})
-    groups = planning.get_kv_cache_groups(config, specs)
-    cache = planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
+    groups, cache = planned(config, specs)
     kernels = [_kernel_size(family, group.kv_cache_spec) for group in groups]
     caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[family.layout], kernels)
     describe.refuse_unsupported(config, cache)

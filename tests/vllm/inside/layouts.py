@@ -290,6 +290,12 @@ def config_of(kind: Kind, block_size: int, layout: str | None, ranks: int, rank:
     )
 
 
+def planned(config: Any, specs: dict[str, Any]) -> tuple[list[Any], KVCacheConfig]:
+    """Return the groups of layers with these specs, and the memory that vLLM gives them."""
+    groups = planning.get_kv_cache_groups(config, specs)
+    return groups, planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
+
+
 @dataclass(frozen=True)
 class Rank:
     """One worker's cache, and what our code says of it. Raises ValueError where it refuses."""
@@ -309,8 +315,7 @@ class Rank:
         backend = backend_of(kind)
         config = config_of(kind, block_size, layout, ranks, rank)
         specs = {layer: spec_of(kind, layer, block_size, ranks) for layer in kind.layers}
-        groups = planning.get_kv_cache_groups(config, specs)
-        cache: KVCacheConfig = planning.get_kv_cache_config_from_groups(config, groups, 1 << 40)
+        groups, cache = planned(config, specs)
         backends = [backend, *[DeepseekV32IndexerBackend] * kind.has_indexers]
         attention: Any = [
             [SimpleNamespace(backend=each, kv_cache_spec=group.kv_cache_spec) for each in backends]
