@@ -157,7 +157,7 @@ class _Session:
         oracle = await Oracle.learn(fleet.decoders[0], engines, self._seed)
         drill = replace(
             self._drill(fleet, oracle.questions()),
-            clients=min(REAL_CLIENTS[engines], self._clients),
+            clients=min(REAL_CLIENTS, self._clients),
             pause=REAL_PAUSE_S,
         )
         for scenario in todo:

@@ -30,7 +30,7 @@ from tests.vllm.servers import ENVIRONMENT, build_python
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FILLER = 1000
 """Characters of a prompt: more than a probe has, see `noting_requests`."""
-REAL_CLIENTS, REAL_PAUSE_S = {Engines.REFERENCE: 4, Engines.STOCK: 8}, 0.05
+REAL_CLIENTS, REAL_PAUSE_S = 4, 0.05
 FIRST_ANSWER_TIMEOUT_S = 60.0
 REAL_LENGTHS = (1, 31, 32, 33, 64, 100, 200, 257, 300)
 REAL_TOKENS = {Engines.REFERENCE: 16, Engines.STOCK: 96}
