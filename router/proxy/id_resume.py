@@ -87,7 +87,7 @@ MAX_ASKED = 3
 PART_OF_CHARACTER = "\ufffd"
 # How most blocks end: with the ids of the only choice of one chunk.
 IDS_BEFORE_END = b',"token_ids":['
-USUAL_END, NO_IDS_END = b"]}]}\n\n", b"}]}\n\n"
+USUAL_END = b"]}]}\n\n"
 # Before them, at most FAR bytes away.
 NOT_FINISHED, FAR = b'"finish_reason":null', 96
 # What comes before the text of such a block.
@@ -138,7 +138,7 @@ class IdBuffer(RequestBuffer):
         self._num = self._num_before = self._num_bytes_before = 0
         self._tail: deque[bytes] = deque(maxlen=TAIL_BLOCKS)
         self._tail_field = ""
-        # All bytes of most chunks of the first engine, but for the text and its id.
+        # All bytes of most chunks of an engine, but for the text and its id.
         self._before_text = self._after_text = b""
         # What is added to the offsets in the text of log-probabilities.
         self._shift = 0
@@ -190,35 +190,12 @@ class IdBuffer(RequestBuffer):
     def passing(self, block: bytes, last: bool) -> bytes:
         if self.is_cut:
             return b""
-        if (before := self._before_text) and block.startswith(before):
-            # Without a quote in the text, it is one chunk like the others.
-            at = block.find(b'"', len(before))
-            if (
-                block.startswith(self._after_text, at)
-                and block.find(b"\n") == len(block) - 2
-                and block.endswith(USUAL_END)
-                and (ids := block[at + len(self._after_text) : -len(USUAL_END)]).isdigit()
-                and not last
-                and self._ending is None
-            ):
-                self._tail.append(block)
-                if not self.is_full and self._memory.has_room(len(ids) + 1):
-                    self._memory.size += len(ids) + 1
-                    self._output_ids += b"," + ids
-                    self._num += 1
-                else:
-                    self.is_full = True
-                if self._hides_ids:
-                    block = block[: at + len(self._after_text) - len(IDS_BEFORE_END)] + NO_IDS_END
-                return block if self.inner is None else self.inner.passing(block, False)
         usual = -1 if last or self._ending is not None else self._find_usual_ids(block)
         if usual > 0:
-            if not self._num_before and not self._is_renaming:
-                self._note_usual(block, usual)
             self._tail.append(block)
             self._keep_ids(block[usual + len(IDS_BEFORE_END) : -len(USUAL_END)])
             if self._hides_ids:
-                block = block[:usual] + NO_IDS_END
+                block = block[:usual] + b"}]}\n\n"
         else:
             block, self.is_cut = self._before_ending(block, last)
             block = self._without_ids(block)
@@ -231,6 +208,18 @@ class IdBuffer(RequestBuffer):
     def _find_usual_ids(self, block: bytes) -> int:
         """Return where the field with the ids begins in a block that is one chunk with ids, and
         neither an error, an end nor a call of a tool; -1 for another block. Most blocks are one."""
+        before = self._before_text
+        if before and block.startswith(before):
+            # It is a chunk like the one before, if its text has no quote.
+            at = block.find(b'"', len(before))
+            start = at + len(self._after_text)
+            if (
+                block.startswith(self._after_text, at)
+                and block.find(b"\n") == len(block) - 2
+                and block.endswith(USUAL_END)
+                and block[start : -len(USUAL_END)].isdigit()
+            ):
+                return start - len(IDS_BEFORE_END)
         if (
             block.endswith(USUAL_END)
             and block.find(b"\n") == len(block) - 2
@@ -243,6 +232,7 @@ class IdBuffer(RequestBuffer):
             and block.find(ERROR_KEY) < 0
             and block.find(TOOL_CALLS) < 0
         ):
+            self._note_usual(block, at)
             return at
         return -1
 
