@@ -139,8 +139,11 @@ def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
 
 def _kernel_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> tuple[int, ...]:
     """Return the tokens of a kernel's block there, by group."""
-    if remote.group_kernel_sizes:
-        return tuple(remote.group_kernel_sizes)
+    return tuple(remote.group_kernel_sizes or _block_sizes(geometry, remote))
+
+
+def _block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> tuple[int, ...]:
+    """Return the tokens of a block there, by group. Engines whose groups differ have ours."""
     return geometry.group_block_sizes or (remote.block_size,) * len(geometry.group_windows)
 
 
@@ -217,8 +220,7 @@ class _Matcher:
         if not self._is_alike:  # no piece is of two of a kernel's blocks
             self._units = (min(*geometry.kernel_sizes, *self._kernels),) * num_groups
         self._ours = _Rows(geometry.block_sizes, self._units)
-        theirs = geometry.group_block_sizes or (remote.block_size,) * num_groups
-        self._theirs = _Rows(theirs, self._units)
+        self._theirs = _Rows(_block_sizes(geometry, remote), self._units)
         self._unit_bytes = [0] * num_groups
         self._regions: dict[str, Region] = {}
         self._layers: list[str] = []

@@ -156,12 +156,7 @@ class PeerLayout:
         """
         self._check_groups(local, remote)
         held = last_token if held_tokens is None else held_tokens
-        theirs = [
-            BlockRange(
-                ids, 0 if window is None else max(0, self.remote.num_blocks(held, group) - len(ids))
-            )
-            for group, (ids, window) in enumerate(zip(remote, self.windows, strict=True))
-        ]
+        theirs = self._kept(remote, self.remote, held)
         ours = [BlockRange(ids) for ids in local]
         return self._batch(ours, theirs, first_token, last_token, into_local=True)
 
@@ -191,21 +186,21 @@ class PeerLayout:
         ]
         if any(blocks.first < 0 for blocks in theirs):
             raise PlanError(f"more remote blocks than {last_token} tokens need")
-        ours = [
-            BlockRange(
-                ids,
-                0
-                if window is None
-                else max(0, self.local.num_blocks(last_token, group) - len(ids)),
-            )
-            for group, (ids, window) in enumerate(zip(local, self.windows, strict=True))
-        ]
+        ours = self._kept(local, self.local, last_token)
         if first_token is None:
             sizes = self.remote.block_sizes
             first_token = min(
                 blocks.first * size for blocks, size in zip(theirs, sizes, strict=True)
             )
         return self._batch(ours, theirs, first_token, last_token, into_local=False, part=part)
+
+    def _kept(self, lists: BlockIds, side: Side, num_tokens: int) -> list[BlockRange]:
+        """Return each group's blocks of a prompt. A window keeps the last ones."""
+        firsts = [
+            0 if window is None else max(0, side.num_blocks(num_tokens, group) - len(ids))
+            for group, (ids, window) in enumerate(zip(lists, self.windows, strict=True))
+        ]
+        return [BlockRange(ids, first) for ids, first in zip(lists, firsts, strict=True)]
 
     def check_registered(self, remote: BlockIds) -> None:
         """Raise PlanError for more blocks than any request of ours could fill."""
