@@ -22,7 +22,7 @@ from router.commands.doctor.checks import (
 )
 from router.commands.doctor.loan_check import check_loan
 from router.commands.doctor.rate_check import check_rates, choose_fitting_pairs
-from router.commands.doctor.transfer_check import CheckedPair, check_transfer
+from router.commands.doctor.transfer_check import CheckedPair, check_transfer, healthy_engines
 from router.fleet.engine import DECODE, LEGS, PREFILL, Engine, EngineRole, Health
 from router.fleet.kv_facts import SECRET_NONE
 from router.fleet.kv_protocol import NIXL
@@ -126,18 +126,13 @@ async def check_fleet(
     return checks
 
 
-def _healthy(engines: Sequence[Engine], role: EngineRole) -> list[Engine]:
-    found = [engine for engine in engines if engine.health is Health.HEALTHY]
-    return [engine for engine in found if engine.role.plays(role)]
-
-
 def check_roles(engines: Sequence[Engine]) -> list[Check]:
     """Check that there are engines of both roles, and that they serve the same models."""
     found = Findings("fleet")
     served: dict[EngineRole, set[str]] = {}
     for role in LEGS:
         listed = [engine for engine in engines if engine.role.plays(role)]
-        healthy = _healthy(engines, role)
+        healthy = healthy_engines(engines, role)
         served[role] = {model for engine in healthy for model in engine.models or ()}
         if not listed:
             cure = f"name one with --{role}, or see docs/discovery.md"
@@ -192,7 +187,7 @@ def choose_pairs(
     engines: Sequence[Engine], fitting: Sequence[CheckedPair]
 ) -> Sequence[CheckedPair]:
     """Return pairs in which each healthy engine occurs, with a partner that fits if it has one."""
-    sides = (_healthy(engines, role)[:MAX_CHECKED_ENGINES] for role in LEGS)
+    sides = (healthy_engines(engines, role)[:MAX_CHECKED_ENGINES] for role in LEGS)
     possible = [CheckedPair(p, d) for p, d in product(*sides) if p is not d]
     pairs: list[CheckedPair] = []
     met: set[Engine] = set()

@@ -15,8 +15,13 @@ from random import Random
 from time import monotonic as now
 
 from router.commands.doctor.checks import KV_CONTENT, Check, Findings, State, is_repeated
-from router.commands.doctor.transfer_check import CheckedPair, check_transfer, stock_counts
-from router.fleet.engine import DECODE, PREFILL, Engine, Health
+from router.commands.doctor.transfer_check import (
+    CheckedPair,
+    check_transfer,
+    healthy_engines,
+    stock_counts,
+)
+from router.fleet.engine import LEGS, Engine
 from router.fleet.pair_rates import SLOW_CURE, Pair, PairRate, find_slow, rate_text
 from router.proxy.gateway import Gateway
 from router.proxy.warmup import PROMPT_TOKEN_IDS, WARM_UP_TOKENS, can_pair
@@ -36,8 +41,7 @@ CACHE_SHARE = 8
 def choose_fitting_pairs(engines: Sequence[Engine]) -> tuple[list[CheckedPair], int]:
     """Return up to MAX_PAIRS pairs of engines that fit, and how many there are. Each engine is in
     one pair before any is in two, as far as its partners allow it."""
-    healthy = [engine for engine in engines if engine.health is Health.HEALTHY]
-    sides = ([e for e in healthy if e.role.plays(r)][:MAX_ENGINES] for r in (PREFILL, DECODE))
+    sides = (healthy_engines(engines, role)[:MAX_ENGINES] for role in LEGS)
     possible = [CheckedPair(p, d) for p, d in product(*sides) if p is not d and can_pair(p, d)]
     possible = [pair for pair in possible if pair.difference is None]
     num_pairs, uses = len(possible), Counter[Engine]()

@@ -19,7 +19,7 @@ from router.commands.doctor.checks import (
     failure_text,
     timeout_text,
 )
-from router.fleet.engine import Engine
+from router.fleet.engine import Engine, EngineRole, Health
 from router.fleet.fleet import facts_of
 from router.fleet.kv_facts import Difference
 from router.fleet.kv_protocol import SGLANG, TRTLLM
@@ -50,6 +50,11 @@ LOADED_TOKENS = re.compile(
 )
 
 
+def healthy_engines(engines: Sequence[Engine], role: EngineRole) -> list[Engine]:
+    found = [engine for engine in engines if engine.health is Health.HEALTHY]
+    return [engine for engine in found if engine.role.plays(role)]
+
+
 class CheckedPair(NamedTuple):
     prefiller: Engine
     decoder: Engine
@@ -72,7 +77,7 @@ class MovedKv(NamedTuple):
 
 
 class StockCounts(NamedTuple):
-    """What a stock engine has loaded from others since its start, by its metrics."""
+    """The counters of a stock engine's metrics page: the KV that it has loaded since its start."""
 
     tokens: float | None = None
     """Prompt tokens, by whatever connector; None without such a metric."""
