@@ -20,7 +20,7 @@ PD_FLAGS = {
     VLLM_ROUTER: ("vllm-router", "--vllm-pd-disaggregation", "--kv-connector", "nixl"),
     SMG: ("smg", "launch", "--pd-disaggregation", "--backend", "vllm"),
 }
-"""How the routers of PyPI are told to drive engines with NixlConnector."""
+"""The command with which each router from PyPI disaggregates engines that use NixlConnector."""
 PEERS = (CHECKOUT, *PD_FLAGS)
 
 Ports = Sequence[int]

@@ -165,7 +165,6 @@ class _Session:
 
     async def _run_mocked(self, name: str, todo: deque[tuple[Scenario, Mode]]) -> None:
         fleet = mock_fleet(self._family, name, self._seed, self._command.protocol)
-        await fleet.start()
         drill = self._drill(fleet, mock_questions("first", Mode.UNARY, 1, 0.0, self._seed))
         while todo:
             scenario, mode = todo.popleft()

@@ -25,7 +25,7 @@ from tests.chaos.processes import (
     post,
 )
 from tests.chaos.scenarios import Engines, Mode
-from tests.vllm.servers import ENVIRONMENT, build_python
+from tests.vllm.servers import ENVIRONMENT, SMALL, build_python
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FILLER = 1000
@@ -102,9 +102,7 @@ def _real_engine(role: str, engines: Engines, model: Path) -> Engine:
     }
     if engines is Engines.STOCK:
         variables |= {**ENVIRONMENT, "VLLM_PLUGINS": "none"}
-        command = [str(build_python()), "-m", "vllm.entrypoints.openai.api_server"]
-        command += ["--block-size", "32", "--enforce-eager", "--dtype", "float32"]
-        command += ["--max-model-len", "2048", "--kv-cache-memory-bytes", "256M"]
+        command = [str(build_python()), "-m", "vllm.entrypoints.openai.api_server", *SMALL]
         transfer = {**CONNECTOR, "kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
     else:
         command = [sys.executable, "-m", "engine_ext.reference.cli"]

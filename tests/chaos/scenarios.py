@@ -70,8 +70,8 @@ class Scenario:
     interval: float = 0.02
     engines: Engines = Engines.MOCK
     restarts: bool = True
-    """What was killed is started again under load. An engine of vLLM takes minutes to start while
-    others answer on the same cores."""
+    """The drill restarts a killed engine under load. It does not restart vLLM, which takes minutes
+    to start while other engines use the same cores."""
 
     def aim_in(self, mode: Mode) -> Aim:
         return self.aim if mode is Mode.UNARY else self.aim_of_streams or self.aim

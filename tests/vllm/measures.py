@@ -6,7 +6,8 @@ from contextlib import contextmanager
 from functools import partial
 
 from engine_ext.common.histogram import Bucket
-from tests.integration.oracle import Prompt, tokens_of
+from tests.integration.legs import take_turn
+from tests.integration.oracle import Prompt, complete, differences, tokens_of
 from tests.integration.processes import Server, cpu_seconds, family, metric, pause, wait_for
 
 COMPUTED = r'vllm:prompt_tokens_by_source_total\{.*source="local_compute"\}'
@@ -61,3 +62,19 @@ def distributed(server: Server, name: str) -> Bucket:
     """A histogram as one bucket: how many values, and their sum."""
     times, total = (metric(server, rf"{name}_{part}\{{.*") for part in ("count", "sum"))
     return Bucket(int(times), total)
+
+
+def prefills_only_what_is_new(
+    prefiller: Server, decoder: Server, alone: Server, prompt: list[int], seed: int
+) -> int:
+    """Take two turns, the second of which is that of `alone`, and computed at P only as far as D
+    does not hold it. Return how many tokens D holds."""
+    turn = take_turn(prefiller, decoder, prompt)
+    assert turn.params is not None
+    held: int = turn.params["remote_num_tokens"]
+    longer = [*prompt, *turn.answer.tokens, *tokens_of(50, seed)]
+    right, before = complete(alone, longer), metric(prefiller, COMPUTED)
+    again = take_turn(prefiller, decoder, longer, turn.params)
+    assert differences([right], [again.answer]) == []
+    assert metric(prefiller, COMPUTED) - before == len(longer) - held
+    return held

@@ -44,6 +44,11 @@ UNCACHED = "--no-enable-prefix-caching"
 CHUNK = 256
 """Tokens of a prompt that an engine with these options computes in one step."""
 CHUNKS = ("--max-num-batched-tokens", str(CHUNK), "--max-num-seqs", "64")
+SMALL = (
+    *("--block-size", "32", "--enforce-eager", "--dtype", "float32"),
+    *("--max-model-len", "2048", "--kv-cache-memory-bytes", "256M"),
+)
+"""Options of each server."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -188,8 +193,7 @@ class Fleet:
         command = ["vllm.entrypoints.openai.api_server", "--model", model]
         port = kind.port or port
         command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
-        command += ["--block-size", "32", "--enforce-eager", "--dtype", "float32"]
-        command += ["--max-model-len", "2048", "--kv-cache-memory-bytes", "256M", *kind.options]
+        command += [*SMALL, *kind.options]
         if kind.transfer is not None:
             command += ["--kv-transfer-config", json.dumps(kind.transfer)]
         side = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel)}

@@ -7,7 +7,7 @@ from tests.integration.legs import decode, prefill, take_turn
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm.chunked_model import CHUNK, write_chunked_model
-from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.measures import COMPUTED, FETCHED, nothing_left, prefills_only_what_is_new
 from tests.vllm.servers import OURS, chunking_pair
 
 LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 129, 500, 1500)
@@ -51,14 +51,7 @@ def test_an_answer_depends_on_tokens_of_other_chunks(pair: list[Server]) -> None
 
 def test_turns_prefill_only_what_is_new(pair: list[Server]) -> None:
     prefiller, decoder = pair
-    prompt = tokens_of(300, 10_200)
-    turn = take_turn(prefiller, decoder, prompt)
-    assert turn.params is not None
-    longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 10_201)]
-    right, before = complete(prefiller, longer), metric(prefiller, COMPUTED)
-    again = take_turn(prefiller, decoder, longer, turn.params)
-    assert differences([right], [again.answer]) == []
-    assert metric(prefiller, COMPUTED) - before == len(longer) - turn.params["remote_num_tokens"]
+    prefills_only_what_is_new(prefiller, decoder, prefiller, tokens_of(300, 10_200), 10_201)
 
 
 def test_a_turn_that_goes_back_a_chunk_is_computed_again(pair: list[Server]) -> None:

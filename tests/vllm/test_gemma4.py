@@ -3,11 +3,11 @@ of tokens than those of the other group."""
 
 import pytest
 
-from tests.integration.legs import decode, prefill, take_turn
+from tests.integration.legs import decode, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric, wait_for
 from tests.vllm.gemma4_model import WINDOW, write_gemma4_model
-from tests.vllm.measures import COMPUTED, FETCHED, counted, nothing_left
+from tests.vllm.measures import FETCHED, counted, nothing_left, prefills_only_what_is_new
 from tests.vllm.servers import (
     PUSH,
     SCHEDULER,
@@ -53,14 +53,7 @@ def test_an_answer_depends_on_the_first_token(pair: list[Server]) -> None:
 
 def test_turns_prefill_only_what_is_new(pair: list[Server]) -> None:
     first, second = pair
-    prompt = tokens_of(300, 14_200)
-    turn = take_turn(first, second, prompt)
-    assert turn.params is not None
-    longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 14_201)]
-    right, before = complete(first, longer), metric(first, COMPUTED)
-    again = take_turn(first, second, longer, turn.params)
-    assert differences([right], [again.answer]) == []
-    assert metric(first, COMPUTED) - before == len(longer) - turn.params["remote_num_tokens"]
+    prefills_only_what_is_new(first, second, first, tokens_of(300, 14_200), 14_201)
 
 
 def test_pushed_prompts_are_those_of_one_vllm_alone(fleet: Fleet) -> None:

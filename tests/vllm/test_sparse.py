@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from tests.integration.legs import decode, holders, prefill, take_turn
+from tests.integration.legs import decode, holders, prefill
 from tests.integration.oracle import complete, differences, tokens_of
 from tests.integration.processes import Server, metric
 from tests.vllm import mended_sparse, planted_indexer
-from tests.vllm.measures import COMPUTED, FETCHED, nothing_left
+from tests.vllm.measures import FETCHED, nothing_left, prefills_only_what_is_new
 from tests.vllm.resumed_answers import ask, body_of, differ, hand_over, taken_over
 from tests.vllm.servers import (
     OURS,
@@ -69,15 +69,8 @@ def test_prompts_are_those_of_one_vllm_alone(pair: list[Server]) -> None:
 
 def test_turns_prefill_only_what_is_new(pair: list[Server]) -> None:
     first, second = pair
-    prompt = tokens_of(309, 13_100)
-    turn = take_turn(first, second, prompt)
-    assert turn.params is not None
-    assert turn.params["remote_num_tokens"] == 5 * BLOCK, "all that the decode engine has cached"
-    longer = [*prompt, *turn.answer.tokens, *tokens_of(50, 13_101)]
-    right, before = complete(second, longer), metric(first, COMPUTED)
-    again = take_turn(first, second, longer, turn.params)
-    assert differences([right], [again.answer]) == []
-    assert metric(first, COMPUTED) - before == len(longer) - turn.params["remote_num_tokens"]
+    held = prefills_only_what_is_new(first, second, second, tokens_of(309, 13_100), 13_101)
+    assert held == 5 * BLOCK, "all that the decode engine has cached"
 
 
 def test_a_prefix_is_borrowed(pair: list[Server]) -> None:

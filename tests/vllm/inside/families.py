@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from vllm.v1.kv_cache_interface import (
@@ -34,9 +33,7 @@ from vllm.v1.worker.utils import allocate_kv_cache
 from engine_ext.common.types import STATE
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import PlanError
-from engine_ext.layout.ranks import TensorRank
-from engine_ext.vllm import describe
-from tests.vllm.inside.layouts import WRONG, Kind, Rank, backend_of, config_of, copy, planned
+from tests.vllm.inside.layouts import WRONG, Kind, Rank, config_of, copy, planned
 
 BYTES, HALF, FLOAT = torch.uint8, torch.bfloat16, torch.float32
 NUM_BLOCKS = 40
@@ -275,13 +272,7 @@ def engine_of(family: Family) -> Rank:
     groups, cache = planned(config, specs)
     kernels = [_kernel_size(family, group.kv_cache_spec) for group in groups]
     caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[family.layout], kernels)
-    describe.refuse_unsupported(config, cache)
-    backend = backend_of(kind)
-    with patch.object(describe, "get_current_attn_backends", lambda _: [backend]):
-        geometry = describe.cache_geometry(config, cache, caches)
-    of = {name: number for number, group in enumerate(groups) for name in group.layer_names}
-    regions = describe.regions(caches, cache)
-    return Rank(kind, backend, block_size, TensorRank(0, 1), caches, of, regions, geometry)
+    return Rank.described(kind, config, cache, caches)
 
 
 def _kernel_size(family: Family, spec: Any) -> int:

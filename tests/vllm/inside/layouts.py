@@ -60,6 +60,7 @@ from engine_ext.wire.handshake import AgentMetadata
 from engine_ext.worker.worker import WorkerConnector
 
 RIGHT, WRONG = "right", "wrong"
+ALONE = TensorRank(0, 1)
 INDEXER = "indexer.k_cache"
 LAYERS = tuple(f"model.layers.{number}.self_attn.attn" for number in (2, 9, 10, 11))
 NUM_BLOCKS = 10
@@ -327,15 +328,29 @@ class Rank:
             KVCacheLayout[layout],
             prepare_kernel_block_sizes(cache, attention),
         )
+        return cls.described(kind, config, cache, caches, TensorRank(rank, ranks))
+
+    @classmethod
+    def described(
+        cls,
+        kind: Kind,
+        config: Any,
+        cache: KVCacheConfig,
+        caches: dict[str, torch.Tensor],
+        place: TensorRank = ALONE,
+    ) -> "Rank":
+        """Return what our code says of caches that vLLM has allocated."""
+        backend = backend_of(kind)
         describe.refuse_unsupported(config, cache)
         with patch.object(describe, "get_current_attn_backends", lambda _: [backend]):
             geometry = describe.cache_geometry(config, cache, caches)
-        regions = describe.regions(caches, cache)
         in_group = {
-            layer: number for number, group in enumerate(groups) for layer in group.layer_names
+            layer: number
+            for number, group in enumerate(cache.kv_cache_groups)
+            for layer in group.layer_names
         }
-        place = TensorRank(rank, ranks)
-        return cls(kind, backend, block_size, place, caches, in_group, regions, geometry)
+        regions, size = describe.regions(caches, cache), config.cache_config.block_size
+        return cls(kind, backend, size, place, caches, in_group, regions, geometry)
 
     @property
     def metadata(self) -> AgentMetadata:
