@@ -213,7 +213,7 @@ class _Matcher:
             geometry.block_size == remote.block_size
             and geometry.kernel_sizes == self._kernels
             and geometry.kv_cache_layout == remote.kv_cache_layout
-            and us == them
+            and (us == them or geometry.num_kv_heads == 1)  # every rank has a single head
         )
         num_groups = len(geometry.group_windows)
         self._units = geometry.block_sizes
@@ -259,7 +259,7 @@ class _Matcher:
             tuple(self._layers),
             spare[0] or not self._layers,
             spare[1] or not self._layers,
-            self._is_alike and has_same_regions,
+            self._is_alike and self._us == self._them and has_same_regions,
         )
 
     def _add_pieces(self, span: Span) -> None:

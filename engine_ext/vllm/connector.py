@@ -111,6 +111,7 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
         self._config = describe.connector_config(vllm_config)
         target = describe.target_itl_ms(vllm_config, self._config)
         self._windows = describe.windows(kv_cache_config)
+        self._guess_blocks = describe.guess_blocks(kv_cache_config)
         self._metric_deltas = _metric_deltas()
         self._step_times: StepTimes | None = None
         self._pending_reports = PendingReports()
@@ -231,7 +232,7 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens > 0:
             self._pending_reports.load(str(request.request_id))
             _note_loading(request, num_external_tokens)
-        block_ids = _by_group(blocks.get_block_ids(), self._windows)
+        block_ids = self._by_group(blocks.get_block_ids())
         self.scheduler.update_state_after_alloc(
             RequestView(request), block_ids, num_external_tokens
         )
@@ -311,7 +312,7 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
         view = RequestView(request)
         self._prompt_progress.forget(view.request_id)
         decision = self.scheduler.request_finished(
-            view, _by_group(block_ids, self._windows), view.finish_status
+            view, self._by_group(block_ids), view.finish_status
         )
         return self._pending_reports.finish(view.request_id, decision)
 
@@ -397,6 +398,15 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
             return None
         return WorkerReport(problems, loans.loan_requests, loans.loan_reports)
 
+    def _by_group(self, block_ids: tuple[list[int], ...]) -> BlockIds:
+        """Return each group's blocks. Of a state there is one: if vLLM caches prefixes, states of
+        earlier tokens, or holes, are before it, and blocks for those behind guesses follow it."""
+        groups = zip(block_ids, self._windows, self._guess_blocks, strict=True)
+        return tuple(
+            tuple(ids[: max(1, len(ids) - guesses)][-1:] if window == STATE else ids)
+            for ids, window, guesses in groups
+        )
+
     @guarded(nothing)
     def shutdown(self) -> None:
         """Close all parts; one that fails does not stop the others from closing."""
@@ -407,13 +417,6 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
                 stack.callback(self._scheduler.shutdown)
             if self._wakeups is not None:
                 stack.callback(self._wakeups.close)
-
-
-def _by_group(block_ids: tuple[list[int], ...], windows: Sequence[int | None]) -> BlockIds:
-    """Return each group's blocks. If vLLM caches prefixes, it lists states of earlier tokens, or
-    holes, before the request's own state."""
-    groups = zip(block_ids, windows, strict=True)
-    return tuple(tuple(ids[-1:] if window == STATE else ids) for ids, window in groups)
 
 
 def _begun(times: StepTimes, output: SchedulerOutput) -> StepTimes | None:

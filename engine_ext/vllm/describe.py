@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from vllm import __version__ as vllm_version
 from vllm import envs
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -50,6 +52,10 @@ SCHEDULERS = "engine_ext.vllm.scheduler"
 
 STATELESS = frozenset(("ngram", "suffix"))
 """Ways of speculation that keep nothing of a request at an engine but its tokens."""
+
+LATENT = (MLAAttentionSpec, SlidingWindowMLASpec)
+ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, *LATENT)
+"""Layers whose blocks are those of the tokens, or of the last ones."""
 
 KEYS_BEFORE_VALUES = frozenset(("CPU_ATTN",))
 """Backends whose blocks have all keys of a head before all its values, and in an order of the
@@ -105,7 +111,6 @@ def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
         "KV-cache groups that are not transferred": _has_untransferred_groups(kv_cache_config),
         **{f"states kept in mode {mode}": True for mode in _unknown_state_modes(states)},
-        "speculation with layers that keep a state": any(s.num_speculative_blocks for s in states),
     }
     found = [name for name, present in problems.items() if present]
     if found:
@@ -130,15 +135,14 @@ def unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
 
 
 def _is_known_kind(spec: KVCacheSpec, model: ModelConfig) -> bool:
-    """Return True if we can move its blocks. vLLM also calls MLA an indexer beside attention that
-    is not latent."""
-    if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1:
-        return False
-    if type(spec) is MLAAttentionSpec:
-        return bool(model.use_mla)
-    if type(spec) is MambaSpec:
-        return support.is_on(STATE_LAYERS)
-    return type(spec) in (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec)
+    """Return True if we can move its blocks. Of layers that compress several tokens into one, a
+    ring has those that are not compressed yet: it is a state, which only models with others name
+    before there is a cache."""
+    if isinstance(spec, MambaSpec | CircularBufferSpec):
+        return _has_state(model)
+    # Some windows are computed again behind what is loaded, unless a connector says otherwise.
+    is_replayed = isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay
+    return type(spec) in ATTENTION and not is_replayed
 
 
 def _has_indexer(model: ModelConfig) -> bool:
@@ -182,7 +186,7 @@ def windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
 
 
 def _window(spec: KVCacheSpec) -> int | None:
-    if isinstance(spec, MambaSpec):
+    if isinstance(spec, MambaSpec | CircularBufferSpec):
         return STATE
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return chunked(spec.attention_chunk_size)
@@ -191,6 +195,15 @@ def _window(spec: KVCacheSpec) -> int | None:
     # Where layers that guess look ahead, vLLM keeps as many tokens more.
     more = spec.extra_retained_tokens if support.is_on(LOOKAHEAD) else 0
     return int(spec.sliding_window + more)
+
+
+def guess_blocks(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Return how many of the blocks that each group has of a request are for states behind
+    guesses."""
+    kinds = [next(iter(_layers_of(spec))) for spec in _specs(kv_cache_config)]
+    return tuple(
+        kind.num_speculative_blocks if isinstance(kind, MambaSpec) else 0 for kind in kinds
+    )
 
 
 def supports_divergent_hits(kv_cache_config: KVCacheConfig) -> bool:
@@ -255,7 +268,7 @@ def cache_geometry(
         attn_backend_name=backend,
         group_block_sizes=sizes,
         group_kernel_sizes=_kernel_sizes(cache.block_size, kv_caches, kv_cache_config),
-        is_cut_by_tokens=backend not in KEYS_BEFORE_VALUES and not _has_indexer(model),
+        is_cut_by_tokens=_is_cut_by_tokens(backend, model, kv_cache_config),
         num_kv_heads=_num_kv_heads(model, kv_cache_config),
         tp_rank=tp_rank,
         pp_rank=stage % parallel.pipeline_parallel_size,
@@ -316,22 +329,28 @@ def why_no_loans(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
 
 
 def _num_kv_heads(model: ModelConfig, kv_cache_config: KVCacheConfig) -> int | None:
-    """Return the heads of a layer over all ranks; 1 for latent attention, whose one vector every
-    rank has. None if the cache is not divided by heads, as a state is not."""
-    if _has_state(model) or not _is_cut_by_heads(kv_cache_config):
+    """Return the heads of a layer over all ranks; 1 for latents, whose one vector every rank has,
+    of any size. None if the cache is not divided by heads, as a state is not, or if not every
+    layer's block has the same heads, each with the keys and values of the block's tokens: some
+    backends separate data from scales, or all keys from all values, and layers with other heads
+    may share the memory of a block."""
+    specs = _attention_specs(kv_cache_config)
+    if _has_state(model) or any(spec.num_head_slots is not None for spec in specs):
         return None
-    return 1 if model.use_mla else int(model.get_total_num_kv_heads())
-
-
-def _is_cut_by_heads(kv_cache_config: KVCacheConfig) -> bool:
-    """Return True if every layer's block has the same heads, each with the keys and values of the
-    block's tokens. Some backends separate data from scales, or all keys from all values, and
-    layers with other heads may share the memory of a block. Latents have one head of any size."""
-    specs = [spec for spec in _layer_specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
+    if all(isinstance(spec, LATENT) and spec.num_kv_heads == 1 for spec in specs):
+        return 1
     heads = {(spec.num_kv_heads, spec.state_content_size_bytes) for spec in specs}
-    is_latent = all(isinstance(spec, MLAAttentionSpec) for spec in specs)
-    is_one_kind = is_latent or len(heads) <= 1
-    return is_one_kind and all(spec.num_head_slots is None for spec in specs)
+    return int(model.get_total_num_kv_heads()) if len(heads) <= 1 else None
+
+
+def _attention_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:
+    return [spec for spec in _layer_specs(kv_cache_config) if isinstance(spec, AttentionSpec)]
+
+
+def _is_cut_by_tokens(backend: str, model: ModelConfig, kv_cache_config: KVCacheConfig) -> bool:
+    """Return True if a part of a block has all of a part of its tokens."""
+    is_compressed = any(spec.tokens_per_state != 1 for spec in _attention_specs(kv_cache_config))
+    return not (backend in KEYS_BEFORE_VALUES or _has_indexer(model) or is_compressed)
 
 
 def engine_identity(
@@ -414,7 +433,7 @@ def _factors(vllm_config: VllmConfig, backend: str, config: ConnectorConfig) -> 
         "speculative_decoding": str(_speculation_kind(vllm_config.speculative_config)),
         "transfer_mode": config.transfer_mode,
         CONFIGURATION: _configuration_digest(model),
-        **(_factors_of_state(cache) if _has_state(model) else {}),
+        **(_factors_of_state(vllm_config) if _has_state(model) else {}),
     }
 
 
@@ -457,10 +476,13 @@ def _plain(value: object) -> object:
     return str(value) if is_text else type(value).__name__
 
 
-def _factors_of_state(cache: CacheConfig) -> dict[str, str]:
-    """Return the types and layout of a state, which a block's length does not show."""
+def _factors_of_state(vllm_config: VllmConfig) -> dict[str, str]:
+    """Return the types, layout and length of a state, which a block's length does not show. A
+    convolution keeps more inputs where several tokens are guessed."""
+    cache, speculation = vllm_config.cache_config, vllm_config.speculative_config
     kinds = cache.mamba_cache_dtype, cache.mamba_ssm_cache_dtype
-    return {"state": " ".join((*kinds, str(envs.VLLM_SSM_CONV_STATE_LAYOUT)))}
+    guesses = 0 if speculation is None else speculation.num_speculative_tokens
+    return {"state": " ".join((*kinds, str(envs.VLLM_SSM_CONV_STATE_LAYOUT), str(guesses)))}
 
 
 def _speculation_kind(config: Any) -> str | None:

@@ -4,7 +4,6 @@ The model is that of tests/vllm/state_model.py. The prefill engine stops before 
 token, which the decode engine computes.
 """
 
-import json
 import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -161,15 +160,3 @@ def test_routed_pushes_are_those_of_one_engine_alone(fleet: Fleet, pushing: list
             got = list(pool.map(partial(complete, router), asked))
         assert differences(right, got) == []
         wait_for(lambda: counted(prefiller, "pushes_ok") == pushed + len(asked), "all were pushed")
-
-
-@pytest.mark.nightly
-def test_speculation_is_refused_by_name_at_start(fleet: Fleet) -> None:
-    """vLLM then keeps a state for each guess, and the right one among them."""
-    config = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-    options = ("--speculative-config", json.dumps(config))
-    guessing = Kind("stateful", OURS, options, write_state_model)
-    with pytest.raises(AssertionError, match="died"), fleet.server(guessing):
-        pass
-    (log,) = fleet.logs.glob("stateful-*.log")
-    assert "not support speculation with layers that keep a state" in log.read_text()

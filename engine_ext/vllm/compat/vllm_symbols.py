@@ -83,6 +83,7 @@ CACHE = Feature(
         {CACHES}:AttentionSpec has num_kv_heads num_head_slots state_content_size_bytes
             tokens_per_state
         {CACHES}:SlidingWindowSpec has sliding_window
+        {CACHES}:SlidingWindowMLASpec has bounded_replay
         {CACHES}:ChunkedLocalAttentionSpec has attention_chunk_size
         {CACHES}:UniformTypeKVCacheSpecs has kv_cache_specs
         - what two engines compare before KV moves, and what is refused at start. Engines with
@@ -90,7 +91,7 @@ CACHE = Feature(
         {CONFIG}:CacheConfig has block_size cache_dtype get_resolved_kv_cache_layout
         {CONFIG}:ModelConfig has code_revision dtype enable_cumem_allocator enable_sleep_mode
             get_head_size get_total_num_hidden_layers get_total_num_kv_heads hf_config
-            hf_text_config max_model_len model quantization revision use_mla
+            hf_text_config max_model_len model quantization revision
         {CONFIG}:SchedulerConfig has disable_hybrid_kv_cache_manager
         {CONFIG}:SpeculativeConfig has method num_speculative_tokens
         {CONFIG}:VllmConfig has cache_config kv_transfer_config max_concurrent_batches

@@ -20,8 +20,11 @@ from unittest.mock import patch
 import torch
 from vllm.config import KVTransferConfig
 from vllm.sampling_params import StructuredOutputsParams
+from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -37,7 +40,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from engine_ext.common.orders import Decline, PullOrder
 from engine_ext.common.support import refuse_unsupported_memory
-from engine_ext.common.types import CacheGeometry, FinishDecision, LoadProblem, Region
+from engine_ext.common.types import STATE, CacheGeometry, FinishDecision, LoadProblem, Region
 from engine_ext.vllm import describe, plugin
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector
@@ -440,36 +443,71 @@ def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
     is_documented(refusal(worker.unregister_kv_caches))
 
 
-def a_state_of_several_tokens_is_refused(model: Path) -> None:
-    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
-    latent, full = MLAAttentionSpec(head_size=576, **sizes), FullAttentionSpec(head_size=8, **sizes)
-    both = UniformTypeKVCacheSpecs(16, kv_cache_specs={"latent": latent, "indexer": latent})
-    for spec, uses_mla, refused in (
-        (latent, True, set()),
-        (both, True, set()),
-        (latent, False, {"MLAAttentionSpec"}),
-        (replace(latent, tokens_per_state=4), True, {"MLAAttentionSpec"}),
-        (full, False, set()),
-        (replace(full, tokens_per_state=8), False, {"FullAttentionSpec"}),
-    ):
-        given: Any = SimpleNamespace(model_config=SimpleNamespace(use_mla=uses_mla))
-        groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+def a_ring_needs_a_state_beside_it(model: Path) -> None:
+    """Else nothing says before there is a cache that an engine's prompts end a token early."""
+    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8}
+    ring = CircularBufferSpec(**sizes, dtype=torch.float32)
+    groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=ring)])
+    assert describe.windows(groups) == (STATE,)
+    for is_hybrid, refused in ((True, set()), (False, {"CircularBufferSpec"})):
+        keeps = SimpleNamespace(is_hybrid=is_hybrid, is_attention_free=False)
+        given: Any = SimpleNamespace(model_config=keeps)
         assert describe.unknown_cache_kinds(given, groups) == refused
 
 
 def the_kinds_of_cache_that_are_refused_are_named(model: Path) -> None:
     """Also where vLLM has one group of layers that differ, as its workers see it."""
     sizes: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.float32}
-    compressed = MLAAttentionSpec(head_size=576, tokens_per_state=4, **sizes)
+    ring = CircularBufferSpec(head_size=512, **sizes)
     window = SlidingWindowMLASpec(head_size=512, sliding_window=128, **sizes)
-    both = UniformTypeKVCacheSpecs(64, kv_cache_specs={"attn": compressed, "window": window})
-    indexer = MLAAttentionSpec(head_size=132, **sizes)  # beside attention that is not latent
-    for specs in ((window, compressed), (both,), (indexer,)):
-        scheduler = Engine(model).scheduler
-        config = scheduler.vllm_config
+    replayed = replace(window, bounded_replay=True)
+    latent = MLAAttentionSpec(head_size=576, **sizes)
+    both = UniformTypeKVCacheSpecs(64, kv_cache_specs={"attn": latent, "ring": ring})
+    for specs, refused in (
+        ((ring, replayed), 2),
+        ((both,), 1),
+        ((window, replace(latent, tokens_per_state=4)), 0),
+    ):
+        config = Engine(model).scheduler.vllm_config
         groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
         cache = KVCacheConfig(8, [], groups)
-        is_documented(refusal(partial(describe.refuse_unsupported, config, cache)))
+        assert len(describe.unknown_cache_kinds(config, cache)) == refused
+        if refused > 1:
+            is_documented(refusal(partial(describe.refuse_unsupported, config, cache)))
+
+
+def the_state_before_guesses_is_what_moves(mode: str, model: Path) -> None:
+    """A request has blocks for the states behind guesses, too. The one that we name is the one that
+    vLLM's kernels read first: where a prompt was computed in steps, and where one is loaded."""
+    sizes: dict[str, Any] = {"num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+    full = FullAttentionSpec(block_size=16, **sizes)
+    state = MambaSpec(
+        shapes=((1,),),
+        dtypes=(torch.float32,),
+        block_size=16 if mode == "align" else 256,
+        mamba_cache_mode=mode,
+        num_speculative_blocks=3,
+    )
+    groups = [KVCacheGroupSpec(["full"], full), KVCacheGroupSpec(["state"], state)]
+    config = KVCacheConfig(64, [], groups)
+    manager = KVCacheManager(config, 256, state.block_size, 16, enable_caching=mode == "align")
+    connector: Any = DisaggConnector.__new__(DisaggConnector)
+    connector._windows = describe.windows(config)
+    connector._guess_blocks = describe.guess_blocks(config)
+    engine = Engine(model)
+    computed, loaded = engine.add("computed", 75), engine.add("loaded", 75)
+    for num_tokens in (32, 32, 11):
+        assert manager.allocate_slots(computed, num_tokens, num_lookahead_tokens=3)
+        computed.num_computed_tokens += num_tokens
+    assert manager.allocate_slots(
+        loaded, 0, num_external_computed_tokens=75, delay_cache_blocks=True, num_lookahead_tokens=3
+    )
+    for request in (computed, loaded):
+        block_ids = manager.get_block_ids(request.request_id)
+        table = torch.tensor([block_ids[1]], dtype=torch.int32)
+        read = mamba_get_block_table_tensor(table, torch.tensor([75]), state, mode)
+        assert read.shape == (1, 1 + 3)
+        assert connector._by_group(block_ids)[1] == (int(read[0, 0]),) != (0,)
 
 
 def a_hit_that_windows_lag_behind_is_not_local(model: Path) -> None:
@@ -548,7 +586,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_global_threshold_without_the_plugin_is_refused_at_start,
         what_cannot_be_is_refused_by_name,
         a_kv_cache_that_others_read_does_not_sleep,
-        a_state_of_several_tokens_is_refused,
+        a_ring_needs_a_state_beside_it,
         the_kinds_of_cache_that_are_refused_are_named,
         a_hit_that_windows_lag_behind_is_not_local,
         of_a_window_the_tokens_that_guesses_need_are_kept_too,
@@ -569,6 +607,9 @@ def cases() -> Iterator[tuple[str, Case]]:
     for ours in (OURS, "engine_ext.vllm.scheduler.DisaggAsyncScheduler"):
         given = partial(what_was_given_counts_as_generated, ours)
         yield f"{given.func.__name__}, {ours}", given
+    for mode in ("none", "align"):
+        guesses = partial(the_state_before_guesses_is_what_moves, mode)
+        yield f"{guesses.func.__name__}, {mode}", guesses
     for policy in ("fail", "recompute"):
         alone = partial(a_failed_load_without_a_policy_ends_as_vllm_says, policy)
         yield f"{alone.func.__name__}, {policy}", alone
