@@ -19,6 +19,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEMO_STAMP := $(VENV)/.installed-demo
 # Of vLLM, beside the build; the last one is the newest.
 RELEASES := $(shell sed -n 's/^vllm[^=]*==\([^ ]*\).*/\1/p' scripts/vllm_wheels.txt)
 
@@ -31,9 +32,13 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt scripts/install
 	VENV="$(VENV)" PYTHON="$(PYTHON)" scripts/install
-	@touch $(STAMP)
+	@touch $(STAMP) $(DEMO_STAMP)
 
-demo: $(STAMP)
+$(DEMO_STAMP): pyproject.toml constraints.txt scripts/install
+	VENV="$(VENV)" PYTHON="$(PYTHON)" scripts/install demo
+	@touch $(DEMO_STAMP)
+
+demo: $(DEMO_STAMP)
 	@exec $(BIN)/disagg-router demo $(ARGS)
 
 # Markers: `slow` is what `make test` leaves out, `nightly` what CI leaves out as well.
