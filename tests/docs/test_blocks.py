@@ -8,7 +8,13 @@ import pytest
 from tests.docs.blocks import Block, BlockError, marked_blocks, run_page, with_ports
 from tests.docs.markdown import pages
 
-MARKED = [page for page in pages() if marked_blocks(page.read_text(encoding="utf-8"))]
+NEEDS_VLLM = "with-vllm.md"
+"""tests/vllm/test_page.py runs it."""
+MARKED = [
+    page
+    for page in pages()
+    if page.name != NEEDS_VLLM and marked_blocks(page.read_text(encoding="utf-8"))
+]
 
 
 @pytest.mark.slow
