@@ -128,7 +128,7 @@ def warn_if_missing(environ: Mapping[str, str]) -> None:
     """Log a warning if a collector is configured and the extra is not installed."""
     if is_configured(environ) and is_missing():
         logger.warning(
-            "no traces, although a collector is configured: run pip install 'disagg-router[otel]'"
+            "no traces, although a collector is configured: in a checkout, pip install '.[otel]'"
         )
 
 

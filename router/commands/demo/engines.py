@@ -107,7 +107,7 @@ class EngineCommands:
         if missing and not (options.vllm and isinstance(options.model, Path)):
             raise NotInstalledError(
                 f"{', '.join(missing)} not installed; the demo needs more than the router: "
-                "pip install 'disagg-router[demo]'"
+                "in a checkout, pip install '.[demo]'"
             )
 
 

@@ -104,4 +104,4 @@ def _extra(extra: str, flags: str) -> Iterator[None]:
         yield
     except ImportError as error:
         problem = f"{flags} need a package that is not installed ({error}): "
-        raise SettingsError([problem + f"pip install 'disagg-router[{extra}]'"]) from None
+        raise SettingsError([problem + f"in a checkout, pip install '.[{extra}]'"]) from None

@@ -168,7 +168,7 @@ def test_a_vllm_engine_is_started_as_its_connector_needs_it(tmp_path: Path) -> N
         (
             [],
             EngineCommands(needed=("json", "no_such_package")),
-            "pip install 'disagg-router[demo]'",
+            "in a checkout, pip install '.[demo]'",
         ),
         (["--vllm"], EngineCommands(find_vllm=lambda: None), "vLLM is not installed here: "),
     ],
@@ -208,7 +208,7 @@ def test_where_only_the_router_is_installed_the_extra_is_named(flags: list[str])
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
     assert f"error: {', '.join(NEEDED)} not installed; " in line
-    assert line.endswith("pip install 'disagg-router[demo]'")
+    assert line.endswith("in a checkout, pip install '.[demo]'")
     assert (done.returncode, done.stdout) == (2, "")
 
 

@@ -288,8 +288,8 @@ def test_a_source_that_cannot_work_is_one_line_at_start(
 @pytest.mark.parametrize(
     ("missing", "flags", "extra"),
     [
-        ("dns", ["--decoder-dns", "d.svc:1"], "disagg-router[dns]"),
-        ("lightkube", ["--kubernetes-decode-selector", "a"], "disagg-router[kubernetes]"),
+        ("dns", ["--decoder-dns", "d.svc:1"], ".[dns]"),
+        ("lightkube", ["--kubernetes-decode-selector", "a"], ".[kubernetes]"),
     ],
 )
 def test_a_missing_extra_is_named(

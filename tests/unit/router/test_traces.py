@@ -371,7 +371,7 @@ def test_a_collector_without_the_extra_is_one_line(
     assert tracing.tracer_of(environ) is None
     tracing.warn_if_missing(environ)
     (said,) = caplog.records
-    assert "disagg-router[otel]" in said.getMessage()
+    assert ".[otel]" in said.getMessage()
 
 
 @pytest.mark.slow
