@@ -165,7 +165,7 @@ async def _prove(request: Request, proof: TokenProof, ids: Sequence[int]) -> Non
 
 async def _tokenize(request: Request, engine: Engine) -> list[int] | None:
     """Return the ids of a prompt, None if the engine does not report them."""
-    body = _tokenize_body(request.body)
+    body = tokenize_body(request.body)
     if body is None:
         return None
     try:
@@ -181,12 +181,14 @@ def _is_changed_by_engines(body: Body) -> bool:
     return any(body.get(name) not in (None, False) for name in NOT_TOKENIZED)
 
 
-def _tokenize_body(body: Body) -> Body | None:
+def tokenize_body(body: Body) -> Body | None:
     """Return the body for /tokenize, None for a prompt that it would render in another way."""
     if _is_changed_by_engines(body):
         return None
     names = CHAT_FIELDS if "messages" in body else TEXT_FIELDS
     asked = {name: body[name] for name in names if body.get(name) is not None}
+    if isinstance(messages := asked.get("messages"), list):
+        asked["messages"] = [*map(_with_one_reasoning, messages)]
     effort = body.get("reasoning_effort")
     if effort is not None and "messages" in body:
         # What vLLM's chat endpoint hands to the template.
@@ -195,6 +197,16 @@ def _tokenize_body(body: Body) -> Body | None:
         thinks = {"enable_thinking": effort != "none"}
         asked["chat_template_kwargs"] = {**thinks, **given, "reasoning_effort": effort}
     return asked
+
+
+def _with_one_reasoning(message: object) -> object:
+    """Return a message as vLLM's chat endpoint reads it. /tokenize ignores `reasoning_content`."""
+    if not isinstance(message, dict) or "reasoning_content" not in message:
+        return message
+    rest = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if rest.get("reasoning") is None:
+        rest["reasoning"] = message["reasoning_content"]
+    return rest
 
 
 def _shape_of(body: Body) -> str:

@@ -130,6 +130,19 @@ async def test_question_after_a_tool_loop_reads_no_kv_of_other_tokens(
     assert pair.read > 0
 
 
+async def test_reasoning_is_tokenized_under_the_name_that_tokenize_reads(
+    start_router: StartRouter, p: MockEngine, d: MockEngine
+) -> None:
+    pair = StockPair("appends")
+    router = await start_pair(start_router, p, d, pair)
+    answer = {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+    await chat_turn(router, [question(LONG), answer, question("and now?")])
+    await proven(router)
+    tokenized = {"role": "assistant", "content": "yes", "reasoning": "hm"}
+    assert pair.tokenized[-1]["messages"][1] == tokenized
+    assert last_leg(d)["messages"][1] == answer
+
+
 async def test_ids_of_the_prompt_are_the_prompt_of_both_legs(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
