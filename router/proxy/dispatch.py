@@ -18,12 +18,14 @@ from router.openai.context_errors import body_with_context_code
 from router.proxy import key_limits, messages, strategies
 from router.proxy.aborts import answer_aborted
 from router.proxy.admission import EngineSlot
+from router.proxy.canary import CHATS
 from router.proxy.exchange import CorsExchange, Exchange, Header, cors_headers
 from router.proxy.gateway import Gateway
 from router.proxy.heartbeat import HeartbeatExchange
 from router.proxy.internal_fields import error_without_internal_fields
 from router.proxy.messages import REQUEST_ID, LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
+from router.proxy.reasoning_names import BOTH, BothNamesExchange
 from router.proxy.relay import DONE
 from router.proxy.request import (
     CLIENT_PARAMS,
@@ -182,7 +184,11 @@ def _open_record(exchange: Exchange, gateway: Gateway) -> Request:
             lines = trace.header_lines(trace.span_id) + lines
     if gateway.watch is not None:
         gateway.watch.opened(record)
-    return Request(exchange, record, lines, latest, next_number())
+    request = Request(exchange, record, lines, latest, next_number())
+    if gateway.limits.reasoning_names == BOTH and exchange.endpoint == CHATS:
+        request.exchange = BothNamesExchange(exchange)
+        request.path = CHATS  # so that a long answer is read whole
+    return request
 
 
 def _close_record(record: Record, gateway: Gateway) -> None:

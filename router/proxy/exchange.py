@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from router.auth.api_keys import ApiKey
@@ -101,6 +101,20 @@ class BodySourceWrapper:
 
     def fail(self, error: UpstreamError) -> None:
         self._source.fail(error)
+
+
+class FilteredStream(BodySourceWrapper):
+    """An event stream of which each block passes on as `passing` returns it."""
+
+    def __init__(self, source: BodySource, passing: Callable[[bytes], bytes]) -> None:
+        super().__init__(source, source.length)
+        self._passing = passing
+
+    def write(self, block: bytes, last: bool) -> None:
+        assert self._sink is not None
+        passed = self._passing(block)
+        if passed or last:
+            self._sink.write(passed, last)
 
 
 class ExchangeWrapper:

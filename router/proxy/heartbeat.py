@@ -21,7 +21,7 @@ from router.http_client.sse import is_between_events
 from router.openai.answers import can_stream, parse_object, stream_events
 from router.openai.errors import error_body, type_of_status
 from router.proxy import messages
-from router.proxy.exchange import BodySource, Header
+from router.proxy.exchange import BodySource, ExchangeWrapper, Header
 from router.proxy.messages import EVENT_STREAM_TYPE
 from router.proxy.relay import EVENT_STREAM
 from router.proxy.request import Body, Request
@@ -109,14 +109,11 @@ class HeartbeatStream:
             self._sink.write(block, last)
 
 
-class HeartbeatExchange:
+class HeartbeatExchange(ExchangeWrapper):
     """An Exchange that sends heartbeats to another one. It must be closed after its request."""
 
     def __init__(self, request: Request, limits: RequestLimits) -> None:
-        front = request.exchange
-        self.loop, self.endpoint, self.arrived = front.loop, front.endpoint, front.arrived
-        self.headers, self.body, self.caller = front.headers, front.body, front.caller
-        self._front = front
+        super().__init__(request.exchange)
         self._request = request
         self._interval, self._idle = limits.stream_heartbeat, limits.stream_idle_timeout
         self._stream: HeartbeatStream | None = None
@@ -128,14 +125,14 @@ class HeartbeatExchange:
     @property
     def started(self) -> bool:
         """Return True if the client has some of an answer. Comments are none."""
-        return self._front.started and (self._stream is None or self._stream.has_answer)
+        return self._inner.started and (self._stream is None or self._stream.has_answer)
 
     async def respond(self, status: int, headers: Sequence[Header], body: bytes) -> None:
         if self._is_open:
             await self.finish(_as_events(status, headers, body, self._request.body))
         else:
             await self._discard_stream()
-            await self._front.respond(status, headers, body)
+            await self._inner.respond(status, headers, body)
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
@@ -150,13 +147,13 @@ class HeartbeatExchange:
             raise BrokenAnswerError("not an event stream, although the request set stream")
         else:
             await self._discard_stream()
-            await self._front.relay(status, headers, answer, idle, latest)
+            await self._inner.relay(status, headers, answer, idle, latest)
 
     async def finish(self, tail: bytes) -> None:
         self._stop_timer()
         stream, relaying = self._stream, self._relaying
         if stream is None or relaying is None:
-            await self._front.finish(tail)
+            await self._inner.finish(tail)
             return
         if stream.is_over:  # the client has been sent an error
             return
@@ -164,11 +161,11 @@ class HeartbeatExchange:
         try:
             await relaying
         except ReaderStalledError:
-            self._front.abort()
+            self._inner.abort()
 
     def abort(self) -> None:
         self.close()
-        self._front.abort()
+        self._inner.abort()
 
     def close(self) -> None:
         self._stop_timer()
@@ -178,11 +175,11 @@ class HeartbeatExchange:
     @property
     def _is_open(self) -> bool:
         """Return True if the client has a head."""
-        return self._stream is not None and self._front.started
+        return self._stream is not None and self._inner.started
 
     def _open(self, status: int, headers: Sequence[Header]) -> HeartbeatStream:
         self._stream = stream = HeartbeatStream(self.loop)
-        relaying = self._front.relay(status, headers, stream, self._idle, self._request.latest)
+        relaying = self._inner.relay(status, headers, stream, self._idle, self._request.latest)
         self._relaying = self.loop.create_task(relaying)
         self._relaying.add_done_callback(_retrieve_error)
         return stream

@@ -9,7 +9,7 @@ from router.auth.authenticator import MISSING, Authenticator, QuotaPermit
 from router.auth.quota_ledger import CONCURRENCY, QuotaDecision, format_duration
 from router.auth.streamed_usage import StreamedUsage
 from router.openai.errors import ForbiddenModelError, RateLimitError, UnauthorizedError
-from router.proxy.exchange import BodySource, BodySourceWrapper, Exchange, ExchangeWrapper, Header
+from router.proxy.exchange import BodySource, Exchange, ExchangeWrapper, FilteredStream, Header
 from router.proxy.relay import EVENT_STREAM
 from router.proxy.request import PASSED, PROMPT_LIST, Request
 from router.telemetry.metrics import Metrics
@@ -155,7 +155,7 @@ class RateLimitedExchange(ExchangeWrapper):
         self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
     ) -> None:
         if self._usage is not None and answer.is_event_stream:
-            answer = CountedAnswer(answer, self._usage)
+            answer = FilteredStream(answer, self._usage.passing)
         await super().relay(status, headers, answer, idle, latest)
 
     async def finish(self, tail: bytes) -> None:
@@ -164,17 +164,3 @@ class RateLimitedExchange(ExchangeWrapper):
     def _client_headers(self, headers: Sequence[Header]) -> list[Header]:
         """Replace the limits that an engine reports, which are those of the router there."""
         return [*(h for h in headers if not h[0].startswith(LIMIT_PREFIX)), *self._lines]
-
-
-class CountedAnswer(BodySourceWrapper):
-    """A stream whose tokens are counted on their way from the answer to the sink."""
-
-    def __init__(self, answer: BodySource, usage: StreamedUsage) -> None:
-        super().__init__(answer, answer.length)
-        self._usage = usage
-
-    def write(self, block: bytes, last: bool) -> None:
-        assert self._sink is not None
-        passed = self._usage.passing(block)
-        if passed or last:
-            self._sink.write(passed, last)

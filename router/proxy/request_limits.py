@@ -30,6 +30,7 @@ class RequestLimits:
     max_resumes: int
     min_remote_prefill_tokens: int
     prefill_timeout: float
+    reasoning_names: str
     request_timeout: float
     stream_heartbeat: float
     stream_idle_timeout: float

@@ -184,6 +184,9 @@ class ConversationSettings(SettingsGroup):
         tokens: the blocks whose tokens the next prompt begins with, as the engines report them.
         off: no KV. Unsafe, because chat templates change earlier text and engines do not notice.
         whole: the last turn with its answer, if the messages extend it. prompt: at most its prompt.
+    reasoning_names: Names of the reasoning in answers of /v1/chat/completions. engine: the name
+        that the engine uses (vLLM: reasoning). both: reasoning and reasoning_content, for clients
+        that read only one of them.
     tenant_header: Header that identifies the tenant. Tenants never reuse each other's turns.
     affinity_load_factor: Ignore affinity (turn, session, prefix) if the preferred engine has more
         than this multiple of the mean in-flight legs.
@@ -205,6 +208,7 @@ class ConversationSettings(SettingsGroup):
     changing_prompt_lines: fields.LinePatterns = ("x-anthropic-billing-header*",)
     conversation_stream: Annotated[Literal["auto", "exact"], Lower] = "auto"
     conversation_unproven: Annotated[Literal["tokens", "whole", "prompt", "off"], Lower] = "tokens"
+    reasoning_names: Annotated[Literal["engine", "both"], Lower] = "engine"
     tenant_header: fields.Name = "authorization"
     affinity_load_factor: fields.Factor = 1.5
     affinity_load_floor: fields.Count = 8

@@ -120,7 +120,7 @@ export class Chat {
       if (!data || data === "[DONE]") continue;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message ?? "the stream failed");
-      const { content: more, reasoning_content: thought } = event.choices?.[0]?.delta ?? {};
+      const { content: more, reasoning, reasoning_content: thought = reasoning } = event.choices?.[0]?.delta ?? {};
       if (!more && !thought) continue;
       const isAtEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
       if (more) content += more;
