@@ -48,6 +48,13 @@ FLOWS = {
     "warm_up": "the router warms up a new pair of engines",
     "none": "the request did not reach an engine",
 }
+# What a client changed in the last turn's answer, from which its next prompt then differs.
+ANSWER_CHANGES = {
+    "reasoning_missing": "its client left the reasoning out",
+    "reasoning_changed": "its client changed the text of the reasoning",
+    "reasoning_in_text": "its client moved the reasoning into the text",
+    "line_break": "its client put a line break before the text",
+}
 
 
 class UnknownRequestError(CommandError):
@@ -120,6 +127,8 @@ def story(request: dict[str, Any]) -> Iterator[str]:
     if request["conversation"]:
         where = f", KV from {request['reused_from']}" if request["reused_from"] else ""
         yield f"  conversation: {request['conversation']}{where} (docs/conversations.md)"
+    if change := ANSWER_CHANGES.get(request.get("answer_change", "")):
+        yield f"  the history parts at the head of the last answer: {change}"
     if borrowed := request.get("borrowed_tokens"):
         yield f"  borrowed: {borrowed} tokens from the prefix cache of {request['borrowed_from']}"
     for failure in request["failures"]:

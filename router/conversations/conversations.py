@@ -47,6 +47,8 @@ from router.conversations.entry import (
     ReuseDecision,
     decide_reuse,
     digest_answer,
+    digest_reasoning,
+    find_answer_change,
     prompt_of,
 )
 from router.conversations.store import Store, StoreError, UnverifiedError
@@ -99,7 +101,8 @@ class Turn(Struct, eq=False):
     last turn's entry, None for a first turn; `other_key` is that of a turn that this one changes,
     where it extends none. `keep_key` is the key for this turn's entry, to which the answer is added
     unless the request `is_named`. `recall` sets `recalled`, `entry` to what the last turn left for
-    this one, and `decision` to how much of it the prompt may use.
+    this one, `decision` to how much of it the prompt may use, and `answer_change`: see
+    `find_answer_change`.
 
     `is_implicit`: the client sent no id, so only verified KV may be reused. `retains`: a next turn
     is expected. `sources` are the keys of this conversation in `ReturnTracker`.
@@ -117,6 +120,7 @@ class Turn(Struct, eq=False):
     recalled: RecallOutcome = RecallOutcome.NEW
     entry: Entry | None = None
     decision: ReuseDecision | None = None
+    answer_change: str = ""
 
 
 class KeepOutcome(Struct, frozen=True):
@@ -310,6 +314,7 @@ class Conversations:
             turn.recalled = RecallOutcome.EXPIRED
         else:
             turn.recalled, turn.entry, turn.decision = RecallOutcome.ENTRY, entry, decision
+            turn.answer_change = find_answer_change(entry, turn.prompt)
             turn.retains = True
             self._returns_in.note_return(turn.session)
             for source in turn.sources:
@@ -344,6 +349,7 @@ class Conversations:
             whole=prompt.with_answer(answer),
             inexact=prompt.why_inexact(answer),
             tokens=_token_prefix(prompt, params, token_ids),
+            reasoning=digest_reasoning(None if answer is None else answer.message),
         )
         if entry.expires_at <= now or not (turn.is_named or entry.whole):
             return KeepOutcome(False, [entry])

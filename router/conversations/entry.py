@@ -65,9 +65,10 @@ MAX_REMEMBERED_MODEL_CHARS = 256
 ASSISTANT = "assistant"
 CACHE_MARK = "cache_control"
 SYSTEM_ROLES = ("system", "developer")
-REASONING_KEYS = frozenset(("reasoning", "reasoning_content"))
+REASONING_KEYS = ("reasoning", "reasoning_content")
 TEXT_PART_KEYS = frozenset(("type", "text", "cache_control"))
-IGNORED_KEYS = REASONING_KEYS | {CACHE_MARK}
+# LiteLLM returns what is not in its own answer type as the last one of these. No template reads it.
+IGNORED_KEYS = frozenset((*REASONING_KEYS, CACHE_MARK, "provider_specific_fields"))
 THINK_TAG = re.compile("</?think>")
 MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
 TOOL_FIELDS = ("tools", "functions")
@@ -116,6 +117,7 @@ class Prompt(Struct, frozen=True):
     In a chat, the answer follows the first `asked` messages, of which the last one is not the
     assistant's. The last turn's answer follows the first `asked_before` and ends the first
     `answered`, both 0 in a first turn. The first `opening` messages are the system's and one more.
+    `answer` is the last turn's answer, if it is one message.
     """
 
     kind: str
@@ -130,6 +132,7 @@ class Prompt(Struct, frozen=True):
     answered: int = 0
     opening: int = 0
     rewrites_history: bool = False
+    answer: Json | None = None
 
     @property
     def count(self) -> int:
@@ -205,6 +208,7 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     prompt with its answer. `inexact` is why a chat template may render that answer differently from
     the generated tokens, or empty. `size` is the approximate length of prompt and answer in bytes.
     `tokens` are digests of the tokens whose KV is retained, None if the router does not know them.
+    `reasoning` is the digest of the answer's reasoning, empty without.
     """
 
     decoder: Text
@@ -218,16 +222,20 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
     inexact: InexactReason
     size: Count
     tokens: TokenPrefix | None = None
+    reasoning: Digest = ""
 
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that are nested too deep."""
         fields = {"v": VERSION, **asdict(self), "scope": asdict(self.scope)}
         fields["prompts"] = [asdict(one) for one in self.prompts]
         fields["whole"] = None if self.whole is None else asdict(self.whole)
+        # Routers of an earlier version do not read these fields.
         if self.tokens is None:
-            del fields["tokens"]  # which routers of an earlier version do not read
+            del fields["tokens"]
         else:
             fields["tokens"] = asdict(self.tokens)
+        if not self.reasoning:
+            del fields["reasoning"]
         try:
             return orjson.dumps(fields)
         except orjson.JSONEncodeError:  # numbers that only `dumps` writes
@@ -291,6 +299,42 @@ def decide_reuse(entry: Entry, prompt: Prompt) -> ReuseDecision:
     else:
         return ReuseDecision(ReuseMatch.HIT, "", tokens)
     return ReuseDecision(ReuseMatch.CUT if tokens else ReuseMatch.MISMATCH, reason, tokens)
+
+
+def find_answer_change(entry: Entry, prompt: Prompt) -> str:
+    """Return what the client changed in the last turn's answer when it repeated the answer:
+    reasoning_missing, reasoning_changed, reasoning_in_text or line_break. Empty if nothing was
+    changed, or something else."""
+    message, whole = prompt.answer, entry.whole
+    if message is None or whole is None or whole.count != prompt.answered:
+        return ""
+    if prompt.extends(whole):
+        returned = digest_reasoning(message)
+        if returned == entry.reasoning or not entry.reasoning:
+            return ""
+        return "reasoning_changed" if returned else "reasoning_missing"
+    text = message.get("content")
+    if not isinstance(text, str):
+        return ""
+    before = prompt.digests[prompt.asked_before]
+    for change, original in (
+        ("line_break", text.removeprefix("\n")),
+        ("line_break", text.lstrip()),
+        ("reasoning_in_text", THINK_TAG.split(text)[-1].lstrip()),
+    ):
+        content = _message_bytes({**message, "content": original})
+        if original != text and _chained(before, content) == whole.digest:
+            return change
+    return ""
+
+
+def digest_reasoning(message: Json | None) -> str:
+    """Return the digest of a message's reasoning, empty without. vLLM reads the second name only
+    where the first one is not set."""
+    for text in map((message or {}).get, REASONING_KEYS):
+        if text and isinstance(text, str):
+            return _flat_digest(text)
+    return ""
 
 
 def decode_versioned(raw: bytes, kind: type[S]) -> S | None:
@@ -381,6 +425,7 @@ def _chat(messages: list[Any], scope: ReuseScope, rewrites_history: bool) -> Pro
         answered=answered,
         opening=opening,
         rewrites_history=rewrites_history,
+        answer=messages[answered - 1] if answered == asked_before + 1 else None,
     )
 
 
@@ -503,7 +548,7 @@ def _has_reasoning(message: Json | None) -> bool:
     """Return True if the message has a reasoning trace, in a field of its own or in its text."""
     if message is None:
         return False
-    if not REASONING_KEYS.isdisjoint(message) and any(map(message.get, REASONING_KEYS)):
+    if any(map(message.get, REASONING_KEYS)):
         return True
     text = message.get("content")
     return isinstance(text, str) and "think>" in text and THINK_TAG.search(text) is not None

@@ -224,7 +224,7 @@ class Run(Struct, eq=False):
             metrics.conversation_tokens.add((), offer.tokens)
             return
         record.conversation, record.conversation_reason = offer.outcome, offer.reason
-        record.offered_tokens = offer.tokens
+        record.offered_tokens, record.answer_change = offer.tokens, reuse.turn.answer_change
         if offer.params is not None and reuse.entry is not None:
             record.reused_from = reuse.entry.decoder
 

@@ -67,6 +67,12 @@ def test_the_story_has_what_was_borrowed_from_another_cache() -> None:
     assert "borrowed" not in "\n".join(story(REQUEST))
 
 
+def test_the_story_names_what_a_client_changed_at_the_head_of_the_last_answer() -> None:
+    text = "\n".join(story(REQUEST | {"answer_change": "line_break"}))
+    assert "parts at the head of the last answer: its client put a line break" in text
+    assert "parts" not in "\n".join(story(REQUEST))
+
+
 def test_a_resumed_answer_has_its_phases_in_order() -> None:
     moments = {"queued": None, "admitted": None, "prefill_started": 2138.0, "prefill_done": 2242.5,
                "decode_started": 2242.7, "first_byte": 7.9, "ended": 8735.3}  # fmt: skip

@@ -13,6 +13,7 @@ from router.conversations.entry import (
     Entry,
     ReuseMatch,
     decide_reuse,
+    find_answer_change,
     prompt_of,
 )
 from router.conversations.reuse import truncate_params
@@ -229,6 +230,47 @@ async def test_what_was_reasoned_is_never_reused(answer: dict[str, Any], strippe
     )
     assert (fit, tokens) == ("cut", SAFE)
     assert reason == "reasoning" or "<think>" in str(answer["content"])
+
+
+THOUGHT = "Hm. A block?"
+TEXT = str(ANSWER["content"])
+
+
+@pytest.mark.parametrize(
+    ("written", "repeated", "change"),
+    [
+        # What LiteLLM sends back of a stream and of a whole answer, mistral-vibe, and inspect-ai.
+        ({"reasoning": THOUGHT}, {"reasoning_content": THOUGHT}, ""),
+        (
+            {"reasoning": THOUGHT},
+            {"reasoning_content": THOUGHT, "provider_specific_fields": {"reasoning": THOUGHT}},
+            "",
+        ),
+        ({"reasoning": THOUGHT}, {}, "reasoning_missing"),
+        ({"reasoning": THOUGHT}, {"reasoning": THOUGHT, "content": "\n" + TEXT}, "line_break"),
+        ({"reasoning_content": THOUGHT}, {"reasoning": THOUGHT, "reasoning_content": "no"}, ""),
+        ({"reasoning": THOUGHT}, {"reasoning": "Hm."}, "reasoning_changed"),
+        ({"reasoning": THOUGHT}, {"reasoning": [[]] * 9}, "reasoning_missing"),
+        (
+            {"reasoning": THOUGHT},
+            {"content": f"<think>{THOUGHT}</think>\n\n{TEXT}"},
+            "reasoning_in_text",
+        ),
+        ({}, {"content": f"\n\n {TEXT}"}, "line_break"),
+        ({"content": f"\n{TEXT}"}, {"content": f"\n\n{TEXT}"}, "line_break"),
+        ({}, {"content": f"\nNot {TEXT}"}, ""),
+        ({}, {"content": [{"type": "text", "text": TEXT}]}, ""),
+        ({}, {"reasoning": "of a client's own"}, ""),
+    ],
+)
+async def test_what_a_client_changes_at_the_head_of_an_answer_is_named(
+    written: dict[str, Any], repeated: dict[str, Any], change: str
+) -> None:
+    entry = await left(answered(**{"content": TEXT, **written}))
+    prompt = prompt_of(body_of_chat(SYSTEM, FIRST, {**ANSWER, **repeated}, SECOND))
+    assert prompt is not None
+    assert Entry.from_bytes(entry.to_bytes()) == entry
+    assert find_answer_change(entry, prompt) == change
 
 
 async def test_reasoning_that_a_client_adds_to_the_history_ends_what_is_safe() -> None:
