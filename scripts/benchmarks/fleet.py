@@ -33,7 +33,7 @@ from router.routing.route import POLICIES
 from scripts.benchmarks.common import bench_parser, positive
 from scripts.benchmarks.fleet_simulation import CACHE_TOKENS, Answer, Outcome, Setup, Simulation
 from scripts.benchmarks.simulated_engine import SPEEDS, Engine
-from scripts.benchmarks.traces import SHAPES, Arrival, TraceError, changing, published
+from scripts.benchmarks.traces import SHAPES, Arrival, TraceError, at_load, changing, published
 
 HEADER = (
     f"{'shape':<9} {'load':>4} {'fleet':>9} {'prefill by':<12} {'decode by':<12} {'remote':>6} "
@@ -73,37 +73,24 @@ def main(arguments: Sequence[str]) -> int:
         load = load or (1.0 if shape in traces or shape == CHANGING else 0.9)
         (prefillers, decoders, both), form = fleet
         setup = Setup(
-            shape="uniform" if shape in traces or shape == CHANGING else shape,
-            prefillers=prefillers,
-            decoders=decoders,
-            both=both,
-            form=form if both else "",
-            requests=options.requests,
-            prefill_policy=prefill_policy,
-            decode_policy=decode_policy,
-            load=load,
-            rhythm=options.rhythm,
+            "uniform" if shape in traces or shape == CHANGING else shape,
+            prefillers, decoders, options.requests, prefill_policy, decode_policy,
+            both=both, form=form if both else "", load=load, rhythm=options.rhythm,
             min_remote_prefill_tokens=int(min_remote) if min_remote.isdecimal() else 0,
             target_itl=options.target_itl if min_remote == "load" or both else 0.0,
-            cache_tokens=options.cache_tokens,
-            step_tokens=options.step_tokens,
-            step_s=options.step_ms / 1000,
-            speed=replace(speed, mixing=mix),
-            routers=routers,
-            by_conversation=options.by_conversation,
-            share_interval=options.share_interval,
-            loans=options.loans,
-            restarts=options.restarts,
-            slow_pair=options.slow_pair,
-            pair_rates=not options.no_pair_rates,
-        )
+            cache_tokens=options.cache_tokens, step_tokens=options.step_tokens,
+            step_s=options.step_ms / 1000, speed=replace(speed, mixing=mix), routers=routers,
+            by_conversation=options.by_conversation, share_interval=options.share_interval,
+            loans=options.loans, restarts=options.restarts, slow_pair=options.slow_pair,
+            pair_rates=not options.no_pair_rates, closed_loop=options.closed_loop,
+        )  # fmt: skip
         phases = [(0.0, inf)]
         outcomes = []
         for seed in range(options.seed, options.seed + options.seeds):
             arrivals = traces.get(shape, [])
             if shape == CHANGING:
                 arrivals, phases = changing(seed, options.rhythm, options.phase)
-            arrivals = [(at / load, replace(job)) for at, job in arrivals]
+            arrivals = at_load(arrivals, load)
             outcomes.append(Simulation(replace(setup, seed=seed, arrivals=arrivals)).run())
         goods = [
             [_goodput(one, options, a / load, b / load) for one in outcomes] for a, b in phases
@@ -230,6 +217,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--spread", dest="rhythm", action="store_const", const="spread",
         help="arrivals come evenly. Requests of one instant of a trace are spread until the next; "
         "the published ones come in ticks")  # fmt: skip
+    add("--closed-loop", action="store_true",
+        help="a session's request waits for the answer before it, then for its pause")  # fmt: skip
     add("--routers", nargs="+", type=positive, default=[1], metavar="N",
         help="routers, each of which gets requests by chance (1)")  # fmt: skip
     add("--by-conversation", action="store_true",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -207,7 +208,8 @@ class Router:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """`load` is of what the prefillers could do if nothing was ever cached. `arrivals` come at
-    their own times, instead of `requests` of a shape."""
+    their own times, instead of `requests` of a shape; in a closed loop only the first one of each
+    session, and the others in their pauses after the answers."""
 
     shape: str
     prefillers: int
@@ -240,6 +242,7 @@ class Setup:
     restarts: int = 0
     """The number of prefill engines that lose their cache at half of the arrivals."""
     arrivals: Sequence[Arrival] = ()
+    closed_loop: bool = False
     slow_pair: float = 1.0
     """KV moves so many times as slowly from the first prefill engine to the first decode engine."""
     pair_rates: bool = True
@@ -278,8 +281,13 @@ class Outcome:
 
 
 class Simulation:
-    def __init__(self, setup: Setup) -> None:
+    """`jobs` gets the jobs in the order in which they arrive."""
+
+    def __init__(self, setup: Setup, jobs: list[Job] | None = None) -> None:
         self.setup = setup
+        self._jobs = [] if jobs is None else jobs
+        self._following: dict[str, deque[Job]] = {}
+        """The jobs of each session that wait for the answer before them."""
         budget = (setup.step_tokens, setup.step_s)
         self.prefillers = tuple(self._engine(f"10.1.{n}") for n in range(setup.prefillers))
         decoders = [self._engine(f"10.2.{n}", *budget, DECODE) for n in range(setup.decoders)]
@@ -306,7 +314,6 @@ class Simulation:
         self._left = self._total = len(setup.arrivals) or setup.requests
         self._counted_from = 0.0 if setup.arrivals else WARM_UP_SHARE * self._left
         self._done = 0
-        self._turn = 0
         tokens_a_second = setup.load * able / setup.speed.token
         self._rate = tokens_a_second / _tokens_per_arrival(setup.shape, setup.seed)
 
@@ -317,7 +324,11 @@ class Simulation:
 
     def run(self) -> Outcome:
         for at, job in self.setup.arrivals:
-            self._at(at, self._ask, job)
+            if self.setup.closed_loop and job.session in self._following:
+                self._following[job.session].append(job)
+            else:
+                self._following[job.session] = deque()
+                self._at(at, self._ask, job)
         if not self.setup.arrivals:
             self._at(0.0, self._arrive)
         for number, router in enumerate(self.routers if self.setup.share_interval else ()):
@@ -366,14 +377,14 @@ class Simulation:
         self._left -= 1
         if self._left == self._total // 2:
             self._restart()
-        self._turn += 1
+        self._jobs.append(job)
         job.arrived = self._now
         self._count_turn(job)
         routers = self.routers
         router = routers[0] if len(routers) == 1 else self._random.choice(routers)
         if self.setup.by_conversation and job.session:
             router = routers[crc32(job.session.encode()) % len(routers)]
-        ask = RoutingQuery(self._turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
+        ask = RoutingQuery(len(self._jobs), job.session, job.chunks[:MAX_CHUNKS], job.tokens)
         self.outcome.jobs += 1
         chance = self._random.random if len(routers) > 1 else None
         prefiller, decoders = router.place(ask, chance)
@@ -586,6 +597,8 @@ class Simulation:
             ttft, worst = job.first_token - job.arrived, gaps[0][0]
             self.outcome.answers.append(Answer(ttft, tpot, gap, worst, job.tokens, job.arrived))
         following = self._trace.follow(job)
+        if waiting := self._following.get(job.session):
+            following = waiting[0].pause, waiting.popleft()
         if following is not None:
             pause, next_job = following
             self._at(self._now + pause, self._ask, next_job)

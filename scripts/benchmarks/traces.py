@@ -6,7 +6,7 @@ import json
 import random
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
@@ -19,13 +19,15 @@ TRACE_BLOCK = 512
 
 @dataclass(slots=True)
 class Job:
-    """`chunks` are those of the prompt, `after` those of prompt and answer."""
+    """`chunks` are those of the prompt, `after` those of prompt and answer. `pause`: seconds since
+    the session's last answer."""
 
     tokens: int
     output: int
     chunks: tuple[int, ...]
     after: tuple[int, ...]
     session: str = ""
+    pause: float = 0.0
     talk: Talk | None = None
     arrived: float = 0.0
     first_token: float = 0.0
@@ -196,7 +198,8 @@ class TraceError(ValueError):
 
 def published(path: Path, spread: bool) -> list[Arrival]:
     """Read a trace of Mooncake's format: for each request one JSON object with `timestamp` (ms),
-    `input_length`, `output_length`, and `hash_ids`, one for each 512 tokens of the prompt.
+    `input_length`, `output_length`, and `hash_ids`, one for each 512 tokens of the prompt. Sessions
+    have `session` and `pause` (ms since the session's last answer), too.
 
     `spread` distributes the requests of one instant evenly until the next. Raises TraceError,
     OSError.
@@ -216,9 +219,15 @@ def _arrival(path: Path, number: int, line: str) -> Arrival:
         chunks = chunks[: tokens // TOKENS_PER_CHUNK]
         # All prompts of a trace may begin with the same block, a conversation's with the next too.
         session = str(*entry["hash_ids"][1:2] or [f"line {number}"])
-        return at / 1000, Job(max(1, tokens), max(1, output), chunks, chunks, session)
+        session, pause = str(entry.get("session", session)), entry.get("pause", 0) / 1000
+        return at / 1000, Job(max(1, tokens), max(1, output), chunks, chunks, session, pause)
     except (ValueError, KeyError, TypeError) as error:
         raise TraceError(f"{path}, line {number}: not a request of a trace ({error})") from None
+
+
+def at_load(arrivals: Sequence[Arrival], load: float) -> list[Arrival]:
+    """Return copies of the arrivals, `load` times as fast."""
+    return [(at / load, replace(job, pause=job.pause / load)) for at, job in arrivals]
 
 
 def _spread(arrivals: list[Arrival]) -> Iterator[Arrival]:

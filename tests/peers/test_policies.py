@@ -46,7 +46,7 @@ def simulate(
     monkeypatch.setitem(PREFILL_POLICIES, "peer", lambda bound, index: policy)
     policies, speed = ("peer", "power_of_two"), SPEEDS["qwen3-32b-h200"]
     setup = Setup("uniform", 3, 2, 0, *policies, cache_tokens=100_000, arrivals=jobs, speed=speed)
-    simulation = Simulation(setup)
+    simulation = Simulation(setup, policy.jobs)
     with closing(policy):
         simulation.run()
     return simulation
@@ -73,7 +73,7 @@ def test_dynamo_chooses_the_least_uncached_and_queued_tokens(
             held: int = self.caches[name].held(self.chunks(query))
             return held
 
-    simulation = simulate(monkeypatch, jobs, Compared(PEERS, True, jobs))
+    simulation = simulate(monkeypatch, jobs, Compared(PEERS, True, []))
     assert len(excess) == len(jobs)
     assert max(excess) == 0
     assert sum(engine.cached for engine in simulation.prefillers) > 0
@@ -81,7 +81,7 @@ def test_dynamo_chooses_the_least_uncached_and_queued_tokens(
 
 def test_dynamo_without_events_finds_prompts_again(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = arrivals(1.0)
-    simulation = simulate(monkeypatch, jobs, Dynamo(PEERS, False, jobs))
+    simulation = simulate(monkeypatch, jobs, Dynamo(PEERS, False, []))
     asked, cached = (
         sum(getattr(e, key) for e in simulation.prefillers) for key in ("asked", "cached")
     )
@@ -96,6 +96,6 @@ def test_cache_aware_sends_a_prompt_where_it_was(monkeypatch: pytest.MonkeyPatch
         def note_sent(self, name: str, query: RoutingQuery) -> None:
             engines.setdefault(query.chunks[0], set()).add(name)
 
-    simulate(monkeypatch, jobs, Recorded(PEERS, jobs))
+    simulate(monkeypatch, jobs, Recorded(PEERS, []))
     assert len(engines) > 5
     assert all(len(names) == 1 for names in engines.values())

@@ -12,7 +12,7 @@ import pytest
 from scripts.benchmarks.fleet import main
 from scripts.benchmarks.fleet_simulation import Outcome, Setup, Simulation
 from scripts.benchmarks.simulated_engine import SPEEDS
-from scripts.benchmarks.traces import Arrival, Job, changing, published
+from scripts.benchmarks.traces import Arrival, Job, at_load, changing, published
 
 QWEN = SPEEDS["qwen3-32b-h200"]
 
@@ -44,6 +44,31 @@ def test_trace_is_replayed_at_its_own_times(trace: Path) -> None:
     spread = [at for at, _ in published(trace, spread=True)]
     assert spread[:7] == [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0]
     assert spread == sorted(spread)
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_session_waits_for_its_answers_and_pauses_in_a_closed_loop(
+    tmp_path: Path, closed: bool
+) -> None:
+    lines = []
+    for number in range(6):
+        entry = {"timestamp": 100 * number, "input_length": 2100, "output_length": 500}
+        entry |= {"session": number % 2, "pause": 1000 * (number // 2)}
+        lines.append(json.dumps(entry | {"hash_ids": [1, 2, 3, 4]}))
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    jobs: list[Job] = []
+    setup = Setup("uniform", 1, 1, 0, "prefix", "prefix", closed_loop=closed,
+        arrivals=at_load(published(path, spread=False), 2))  # fmt: skip
+    answers = Simulation(setup, jobs).run().answers
+    assert len(jobs) == len(answers) == 6
+    ends = {one.arrived: one.arrived + one.ttft + 499 * one.tpot for one in answers}
+    for session in ("0", "1"):
+        own = [job for job in jobs if job.session == session]
+        assert [job.pause for job in own] == [0, 0.5, 1]
+        waits = [b.arrived - ends[a.arrived] for a, b in pairwise(own)]
+        assert (waits == pytest.approx([0.5, 1])) is closed
+    assert [job.arrived for job in jobs[:2]] == [0, 0.05]
 
 
 def test_policy_that_knows_prefixes_finds_them_in_the_trace(
