@@ -52,7 +52,6 @@ FLOWS = {
 ANSWER_CHANGES = {
     "reasoning_missing": "its client left the reasoning out",
     "reasoning_changed": "its client changed the text of the reasoning",
-    "reasoning_in_text": "its client moved the reasoning into the text",
     "line_break": "its client put a line break before the text",
 }
 

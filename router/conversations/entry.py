@@ -72,16 +72,11 @@ IGNORED_KEYS = frozenset((*REASONING_KEYS, CACHE_MARK, "provider_specific_fields
 THINK_TAG = re.compile("</?think>")
 MODEL_FIELDS = ("model", "cache_salt", "mm_processor_kwargs")
 TOOL_FIELDS = ("tools", "functions")
-TEMPLATE_FIELDS = (
-    "chat_template",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
+RENDERING_FIELDS = (
+    "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "add_special_tokens",
-    "truncate_prompt_tokens",
-    "documents",
-    "reasoning_effort",
-)
+)  # fmt: skip
+TEMPLATE_FIELDS = (*RENDERING_FIELDS, "truncate_prompt_tokens", "documents", "reasoning_effort")
 # Templates with these arguments may write an empty trace before an answer, and leave it out of the
 # history.
 THINKING = ("enable_thinking", "thinking")
@@ -229,13 +224,10 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
         fields = {"v": VERSION, **asdict(self), "scope": asdict(self.scope)}
         fields["prompts"] = [asdict(one) for one in self.prompts]
         fields["whole"] = None if self.whole is None else asdict(self.whole)
-        # Routers of an earlier version do not read these fields.
-        if self.tokens is None:
-            del fields["tokens"]
-        else:
-            fields["tokens"] = asdict(self.tokens)
-        if not self.reasoning:
-            del fields["reasoning"]
+        fields["tokens"] = None if self.tokens is None else asdict(self.tokens)
+        for name in ("tokens", "reasoning"):  # which routers of an earlier version do not read
+            if not fields[name]:
+                del fields[name]
         try:
             return orjson.dumps(fields)
         except orjson.JSONEncodeError:  # numbers that only `dumps` writes
@@ -303,8 +295,8 @@ def decide_reuse(entry: Entry, prompt: Prompt) -> ReuseDecision:
 
 def find_answer_change(entry: Entry, prompt: Prompt) -> str:
     """Return what the client changed in the last turn's answer when it repeated the answer:
-    reasoning_missing, reasoning_changed, reasoning_in_text or line_break. Empty if nothing was
-    changed, or something else."""
+    reasoning_missing, reasoning_changed or line_break. Empty if nothing or something else was
+    changed."""
     message, whole = prompt.answer, entry.whole
     if message is None or whole is None or whole.count != prompt.answered:
         return ""
@@ -313,18 +305,11 @@ def find_answer_change(entry: Entry, prompt: Prompt) -> str:
         if returned == entry.reasoning or not entry.reasoning:
             return ""
         return "reasoning_changed" if returned else "reasoning_missing"
-    text = message.get("content")
-    if not isinstance(text, str):
-        return ""
-    before = prompt.digests[prompt.asked_before]
-    for change, original in (
-        ("line_break", text.removeprefix("\n")),
-        ("line_break", text.lstrip()),
-        ("reasoning_in_text", THINK_TAG.split(text)[-1].lstrip()),
-    ):
+    text, before = message.get("content"), prompt.digests[prompt.asked_before]
+    for original in (text.removeprefix("\n"), text.lstrip()) if isinstance(text, str) else ():
         content = _message_bytes({**message, "content": original})
-        if original != text and _chained(before, content) == whole.digest:
-            return change
+        if _chained(before, content) == whole.digest:
+            return "line_break"
     return ""
 
 

@@ -58,17 +58,9 @@ DETOKENIZE = "/detokenize"
 TOKENIZER = "tokenizer"
 # Fields that make an engine look at the tokens that it has generated itself, or follow a grammar.
 NOT_CONTINUED = (
-    "stop",
-    "presence_penalty",
-    "frequency_penalty",
-    "bad_words",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "functions",
-)
+    "stop", "presence_penalty", "frequency_penalty", "bad_words", "structured_outputs",
+    "guided_json", "guided_regex", "guided_choice", "guided_grammar", "functions",
+)  # fmt: skip
 # vLLM's max_tokens of a completion that names none. A chat without has no limit.
 DEFAULT_MAX_TOKENS = 16
 # Where the text of a chunk is.

@@ -30,51 +30,26 @@ EXTRA_ARGS = "vllm_xargs"
 CONTAINERS = (EXTRA_ARGS, "extra_body", "nvext")
 # Of vLLM, of TensorRT-LLM, of SGLang, which has several that begin with `bootstrap_`, and of
 # Dynamo, whose frontends read them in `nvext`.
-FIELDS = frozenset(
-    (
-        "kv_transfer_params",
-        "ec_transfer_params",
-        "disaggregated_params",
-        "decode_tp_size",
-        "disagg_prefill_dp_rank",
-        "backend_instance_id",
-        "decode_worker_id",
-        "prefill_dp_rank",
-        "prefill_result",
-        "prefill_worker_id",
-    )
-)
+FIELDS = frozenset((
+    "kv_transfer_params", "ec_transfer_params", "disaggregated_params", "decode_tp_size",
+    "disagg_prefill_dp_rank", "backend_instance_id", "decode_worker_id", "prefill_dp_rank",
+    "prefill_result", "prefill_worker_id",
+))  # fmt: skip
 FIELD_PREFIX = "bootstrap_"
 # Headers by which gateways, SGLang, and the routers of llm-d and Dynamo, name the engines of a
 # request, and the `rid` by which the router aborts it.
 # Clients may not send any other with the prefix either. X-data-parallel-rank names no other engine.
 ROUTING_HEADER_PREFIX = b"x-gateway-destination-endpoint"
-ROUTING_HEADERS = frozenset(
-    (
-        b"x-data-parallel-host-port",
-        b"x-encoder-hosts-ports",
-        b"x-kv-cache-source-host-port",
-        b"x-prefiller-host-port",
-        b"x-llm-d-encoder-hosts-ports",
-        b"x-llm-d-kv-cache-source-host-port",
-        b"x-llm-d-prefiller-host-port",
-        b"x-llm-d-reserved-host-port",
-        b"x-dynamo-routing-mode",
-        b"x-dynamo-token-data",
-        b"x-epp-inject-nvext-token-data",
-        b"x-override-bootstrap-host",
-        b"x-override-bootstrap-port",
-        b"x-override-bootstrap-room",
-        b"x-override-disagg-prefill-dp-rank",
-        b"x-override-rid",
-        b"x-prefill-dp-rank",
-        b"x-prefill-instance-id",
-        b"x-worker-instance-id",
-        ROUTING_HEADER_PREFIX,
-        ROUTING_HEADER_PREFIX + b"-served",
-        ROUTING_HEADER_PREFIX + b"-subset",
-    )
-)
+ROUTING_HEADERS = frozenset((
+    b"x-data-parallel-host-port", b"x-encoder-hosts-ports", b"x-kv-cache-source-host-port",
+    b"x-prefiller-host-port", b"x-llm-d-encoder-hosts-ports", b"x-llm-d-kv-cache-source-host-port",
+    b"x-llm-d-prefiller-host-port", b"x-llm-d-reserved-host-port", b"x-dynamo-routing-mode",
+    b"x-dynamo-token-data", b"x-epp-inject-nvext-token-data", b"x-override-bootstrap-host",
+    b"x-override-bootstrap-port", b"x-override-bootstrap-room",
+    b"x-override-disagg-prefill-dp-rank", b"x-override-rid", b"x-prefill-dp-rank",
+    b"x-prefill-instance-id", b"x-worker-instance-id", ROUTING_HEADER_PREFIX,
+    ROUTING_HEADER_PREFIX + b"-served", ROUTING_HEADER_PREFIX + b"-subset",
+))  # fmt: skip
 # In the name of a form's field, perhaps with more, such as `vllm_xargs[kv_transfer_params]`.
 IN_FORM_NAME = re.compile("|".join((*sorted(FIELDS), FIELD_PREFIX)).encode())
 # Parts of these keys are searched for, as one search is faster than three. Behind PARAMS is any

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 import orjson
 
 from router.common.exact_json import dumps
+from router.conversations.entry import RENDERING_FIELDS
 from router.fleet.engine import Engine
 from router.fleet.token_proofs import TokenProof
 from router.http_client.errors import UpstreamError
@@ -41,26 +42,13 @@ TOKENS = "tokens"
 # The ids of two million tokens.
 MAX_TOKENS_BYTES = 16 * 1024 * 1024
 # What /tokenize reads of a chat's body, and of a completion's.
-CHAT_FIELDS = (
-    "model",
-    "messages",
-    "tools",
-    "chat_template",
-    "chat_template_kwargs",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-)
+CHAT_FIELDS = ("model", "messages", "tools", *RENDERING_FIELDS)
 TEXT_FIELDS = ("model", "prompt", "add_special_tokens")
 # Fields that change the prompt and that /tokenize does not know.
 NOT_TOKENIZED = (
-    "documents",
-    "echo",
-    "mm_processor_kwargs",
-    "prompt_embeds",
-    "truncate_prompt_tokens",
+    "documents", "echo", "mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens",
     "truncation_side",
-)
+)  # fmt: skip
 # Fields that do not change the prompt.
 # fmt: off
 NOT_IN_PROMPT = frozenset((

@@ -58,3 +58,8 @@ def test_no_fault_in_a_hook_ends_the_next_releases_scheduler(fleet: Fleet, tmp_p
     cases = json.loads(results.read_text())
     assert len(cases) > 200
     assert {name: problem for name, problem in cases.items() if problem} == {}
+
+
+@pytest.mark.parametrize("release", [BUILD, NEXT])
+def test_tokenize_reads_the_reasoning_of_a_history_like_a_chat(fleet: Fleet, release: str) -> None:
+    run_inside(python_of(fleet, release), "tests.vllm.inside.reasoning")

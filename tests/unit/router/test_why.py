@@ -16,33 +16,14 @@ from tests.unit.router.engine_scripts import fails
 from tests.unit.router.harness import Router
 
 REQUEST: dict[str, Any] = {
-    "id": "chatcmpl-1",
-    "at": 1_700_000_000.0,
-    "endpoint": "/v1/chat/completions",
-    "flow": "turn",
-    "outcome": "ok",
-    "status": 200,
-    "prefiller": "p:1",
-    "decoder": "d:2",
-    "model": "m",
-    "retries": 1,
-    "conversation": "hit",
-    "reused_from": "d:2",
-    "ms": {
-        "queued": 1.0,
-        "admitted": 6.0,
-        "prefill_started": 6.0,
-        "prefill_done": 106.0,
-        "decode_started": 106.0,
-        "first_byte": 126.0,
-        "ended": 326.0,
-    },
-    "prompt_tokens": 780,
-    "completion_tokens": 11,
-    "cached_tokens": 736,
-    "failures": ["prefill at p:0 failed: refused; the next prefill engine is asked"],
-    "error": "",
-}
+    "id": "chatcmpl-1", "at": 1_700_000_000.0, "endpoint": "/v1/chat/completions", "flow": "turn",
+    "outcome": "ok", "status": 200, "prefiller": "p:1", "decoder": "d:2", "model": "m",
+    "retries": 1, "conversation": "hit", "reused_from": "d:2",
+    "ms": {"queued": 1.0, "admitted": 6.0, "prefill_started": 6.0, "prefill_done": 106.0,
+           "decode_started": 106.0, "first_byte": 126.0, "ended": 326.0},
+    "prompt_tokens": 780, "completion_tokens": 11, "cached_tokens": 736,
+    "failures": ["prefill at p:0 failed: refused; the next prefill engine is asked"], "error": "",
+}  # fmt: skip
 
 
 def test_the_story_has_each_phase_with_its_duration() -> None:

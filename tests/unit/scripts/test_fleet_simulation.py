@@ -50,14 +50,12 @@ def test_trace_is_replayed_at_its_own_times(trace: Path) -> None:
 def test_session_waits_for_its_answers_and_pauses_in_a_closed_loop(
     tmp_path: Path, closed: bool
 ) -> None:
-    lines = []
+    path, jobs = tmp_path / "sessions.jsonl", list[Job]()
     for number in range(6):
         entry = {"timestamp": 100 * number, "input_length": 2100, "output_length": 500}
         entry |= {"session": number % 2, "pause": 1000 * (number // 2)}
-        lines.append(json.dumps(entry | {"hash_ids": [1, 2, 3, 4]}))
-    path = tmp_path / "sessions.jsonl"
-    path.write_text("\n".join(lines) + "\n")
-    jobs: list[Job] = []
+        with path.open("a") as file:
+            print(json.dumps(entry | {"hash_ids": [1, 2, 3, 4]}), file=file)
     setup = Setup("uniform", 1, 1, 0, "prefix", "prefix", closed_loop=closed,
         arrivals=at_load(published(path, spread=False), 2))  # fmt: skip
     answers = Simulation(setup, jobs).run().answers

@@ -45,26 +45,18 @@ class StockPair:
             return
         ids, params = self._prompt(body), body["kv_transfer_params"]
         if params.get("remote_block_ids"):
-            kept, count = (
-                self._retained.pop(params["remote_request_id"]),
-                params["remote_num_tokens"],
-            )
+            kept = self._retained.pop(params["remote_request_id"])
+            count = params["remote_num_tokens"]
             self.read += count
             self.held += len(kept) - 1
             if kept[:count] != ids[:count] or count >= len(ids):
                 self.wrong.append(json.dumps(body.get("messages"))[:200])
         message = {"role": "assistant", "content": "x"}
-        await peer.answer(
-            {
-                "id": "1",
-                "choices": [
-                    {"index": 0, "message": message, "text": "x", "finish_reason": "length"}
-                ],
-                "usage": {"prompt_tokens": len(ids)},
-                "kv_transfer_params": PARAMS,
-                **({"prompt_token_ids": ids} if body.get("return_token_ids") else {}),
-            }
-        )
+        choice = {"index": 0, "message": message, "text": "x", "finish_reason": "length"}
+        said = {"prompt_token_ids": ids} if body.get("return_token_ids") else {}
+        usage = {"prompt_tokens": len(ids)}
+        answer = {"id": "1", "choices": [choice], "usage": usage, "kv_transfer_params": PARAMS}
+        await peer.answer({**answer, **said})
 
     async def decode(self, request: Received, peer: Peer) -> None:
         body = request.json
@@ -73,10 +65,8 @@ class StockPair:
         said: dict[str, Any] = {"role": "assistant", "content": self.answers[len(ids) % 2]}
         if body.get("tools") and body["messages"][-1]["role"] == "user":
             call = {"name": "look", "arguments": "{}"}
-            said |= {
-                "content": None,
-                "tool_calls": [{"id": "c", "type": "function", "function": call}],
-            }
+            said["content"] = None
+            said["tool_calls"] = [{"id": "c", "type": "function", "function": call}]
         output = tokens(f"{said['content'] or '<call> look'} <end>")
         if not self.retains or (body.get("stream") and not self.streams_params):
             params = {}
@@ -87,17 +77,9 @@ class StockPair:
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(output)}
         if not body.get("stream"):
             choice = {"index": 0, "message": said, "text": "fine", "finish_reason": "stop"}
-            answer = {
-                **head,
-                "object": "chat.completion",
-                "usage": usage,
-                **params,
-            }
+            answer = {**head, "object": "chat.completion", "usage": usage, **params}
             if returns:
-                choice, answer = (
-                    {**choice, "token_ids": output},
-                    {**answer, "prompt_token_ids": ids},
-                )
+                choice["token_ids"], answer["prompt_token_ids"] = output, ids
             await peer.answer({**answer, "choices": [choice]})
             return
         head["object"] = "chat.completion.chunk"
@@ -117,16 +99,11 @@ class StockPair:
         self._retained[name] = ids
         held = len(ids) - 1
         return {
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "remote_block_ids": [list(range(-(-held // BLOCK)))],
-            "remote_engine_id": "decoder-1",
-            "remote_request_id": name,
-            "remote_host": "10.1.1.1",
-            "remote_port": 5601,
-            "tp_size": 1,
+            "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": "decoder-1",
+            "remote_block_ids": [list(range(-(-held // BLOCK)))], "remote_request_id": name,
+            "remote_host": "10.1.1.1", "remote_port": 5601, "tp_size": 1,
             "remote_num_tokens": held,
-        }
+        }  # fmt: skip
 
     def _prompt(self, body: dict[str, Any]) -> Ids:
         if "prompt" in body:

@@ -1,14 +1,13 @@
 """--reasoning-names both: reasoning in answers under the names of vLLM and of SGLang."""
 
 import json
-from typing import Any
 
 import pytest
 
 from router.proxy.reasoning_names import with_both_names
-from scripts.mock_engine import MockEngine, Peer, Received
+from scripts.mock_engine import MockEngine
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import usual_prefill
+from tests.unit.router.engine_scripts import answering, usual_prefill
 from tests.unit.router.openai.chats import thinks_and_calls, whole
 
 CHAT = "/v1/chat/completions"
@@ -34,13 +33,13 @@ def test_strings_that_the_engine_has_written_under_one_name_get_the_other_one(
     assert json.loads(with_both_names(sent.encode())) == (both if passed else read)
 
 
-@pytest.mark.parametrize("settings", [{}, {"stream_heartbeat": 10}], ids=["", "heartbeats"])
+@pytest.mark.parametrize("heartbeat", [0, 10])
 @pytest.mark.parametrize("names", ["both", "engine"])
 async def test_clients_of_either_name_see_the_reasoning(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, names: str, settings: dict[str, Any]
+    start_router: StartRouter, p: MockEngine, d: MockEngine, names: str, heartbeat: int
 ) -> None:
     p.usual, d.usual = usual_prefill, thinks_and_calls
-    router = await start_router(reasoning_names=names, **settings)
+    router = await start_router(reasoning_names=names, stream_heartbeat=heartbeat)
     answer = await router.client.post(CHAT, json=ASKED)
     message = answer.json()["choices"][0]["message"]
     streamed = await router.client.post(CHAT, json={**ASKED, "stream": True})
@@ -58,11 +57,7 @@ async def test_a_long_answer_has_both_names_and_its_length(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
     thought = "quite long " * 50_000
-
-    async def thinks(request: Received, peer: Peer) -> None:
-        await peer.answer(whole({"reasoning": thought, "content": "Well"}))
-
-    p.usual, d.usual = usual_prefill, thinks
+    p.usual, d.usual = usual_prefill, answering(200, whole({"reasoning": thought}))
     router = await start_router(reasoning_names="both")
     answer = await router.client.post(CHAT, json=ASKED)
     message = answer.json()["choices"][0]["message"]
