@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import logging
 import os
@@ -32,6 +33,8 @@ from router.settings import (
 )
 
 PROGRAM = "disagg-router"
+# Imports leave hardly any reference cycles behind; collections would take a tenth of the start.
+GC_THRESHOLD = 50_000
 DESCRIPTION = """\
 Routes OpenAI requests to pairs of prefill and decode engines.
 
@@ -165,6 +168,7 @@ def _options(name: str) -> dict[str, Any]:
 
 
 def _serve(flags: dict[str, Any]) -> int:
+    gc.set_threshold(GC_THRESHOLD)
     # Slow to import, and not needed for --help.
     from router.fleet.sources.factory import check_sources
     from router.server import serve, supervisor

@@ -430,11 +430,20 @@ class Engine(EngineLoad):
     ) -> CompleteAnswer:
         """Return the answer to a GET request, of at most `limit` bytes. `credential` is the
         client's, for a router without its own. Raises UpstreamError."""
-        lines = [f"GET {path} HTTP/1.1", f"host: {self.name}", "accept-encoding: identity"]
-        if credential := self.credential or credential:
-            lines.append(f"authorization: {credential}")
-        message = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        message = _get_message(path, self.name, self.credential or credential)
         return await self.pool.fetch(message, deadline, limit)
+
+    async def get_at_port(
+        self, port: int, path: str, deadline: float, limit: int
+    ) -> CompleteAnswer:
+        """Return the answer of another server on the engine's host, which uses no TLS and gets no
+        credential. Raises UpstreamError."""
+        pool = self.pool.at_port(port)
+        try:
+            message = _get_message(path, str(Address(pool.host, port)), "")
+            return await pool.fetch(message, deadline, limit)
+        finally:
+            pool.close()
 
     @property
     def is_idle(self) -> bool:
@@ -499,3 +508,10 @@ choose."""
 
 def engine_of(place: Place) -> Engine:
     return place.engine if isinstance(place, EngineRank) else place
+
+
+def _get_message(path: str, host: str, credential: str) -> bytes:
+    lines = [f"GET {path} HTTP/1.1", f"host: {host}", "accept-encoding: identity"]
+    if credential:
+        lines.append(f"authorization: {credential}")
+    return "\r\n".join([*lines, "", ""]).encode("latin-1")

@@ -17,13 +17,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
 from typing import Any
 
-import httpx
 import msgspec
 import orjson
 from msgspec import Struct
 
+from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
-from router.settings import Address
 
 # SGLang's old and new name for the page.
 SERVER_INFO_PATHS = ("/server_info", "/get_server_info")
@@ -31,7 +30,6 @@ MODELS_PATH = "/v1/models"
 TRTLLM_OWNER = "tensorrt_llm"
 # Default of SGLang's --disaggregation-bootstrap-port and of VLLM_MOONCAKE_BOOTSTRAP_PORT.
 BOOTSTRAP_PORT = 8998
-MAX_QUERY_BYTES = 1024 * 1024
 Get = Callable[[str], Awaitable[CompleteAnswer]]
 
 
@@ -91,17 +89,18 @@ _decode_workers = msgspec.json.Decoder(dict[int, _Worker]).decode
 
 
 async def find_kv_peer(
-    get: Get, wanted: KvProtocol | None, address: Address, bootstrap_port: int, sends: bool
+    get: Get, wanted: KvProtocol | None, get_bootstrap: Get, bootstrap_port: int, sends: bool
 ) -> KvPeer:
-    """Detect the KV protocol of an engine. `get` sends a GET request to it. `wanted`: the protocol
-    that the operator configured, if any. `sends`: the engine is a prefill engine.
+    """Detect the KV protocol of an engine. `get` sends a GET request to it, and `get_bootstrap` to
+    its bootstrap server. `wanted`: the protocol that the operator configured, if any. `sends`: the
+    engine is a prefill engine.
 
     Raises UpstreamError if the engine did not answer.
     """
     if wanted in (None, SGLANG) and (peer := await _find_sglang(get)):
         return peer
     if wanted in (None, MOONCAKE) and sends:
-        engine_ids = await query_bootstrap(address.host, bootstrap_port)
+        engine_ids = await _query_bootstrap(get_bootstrap)
         if engine_ids or wanted:
             return KvPeer(MOONCAKE, bootstrap_port=bootstrap_port, engine_ids=engine_ids)
     if wanted is None and await _is_trtllm(get):
@@ -131,16 +130,12 @@ async def _is_trtllm(get: Get) -> bool:
         return False
 
 
-async def query_bootstrap(host: str, port: int, timeout: float = 1.0) -> dict[int, str]:
+async def _query_bootstrap(get: Get) -> dict[int, str]:
     """Return Mooncake's engine ids by data-parallel rank; empty if no bootstrap server of vLLM's
-    MooncakeConnector answers there within `timeout` seconds. Never raises."""
-    url = f"http://{Address(host, port)}/query"
+    MooncakeConnector answers."""
     try:
-        # verify: it is plain HTTP, and to read the system's authorities takes a while.
-        async with httpx.AsyncClient(trust_env=False, timeout=timeout, verify=False) as client:
-            answer = await client.get(url)
-        if answer.status_code != 200 or len(answer.content) > MAX_QUERY_BYTES:
-            return {}
-        return {rank: worker.engine_id for rank, worker in _decode_workers(answer.content).items()}
-    except (httpx.HTTPError, httpx.InvalidURL, msgspec.DecodeError, UnicodeDecodeError):
+        answer = await get("/query")
+        workers = _decode_workers(answer.body) if answer.status == 200 else {}
+        return {rank: worker.engine_id for rank, worker in workers.items()}
+    except (UpstreamError, msgspec.DecodeError, UnicodeDecodeError):
         return {}

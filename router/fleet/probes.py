@@ -58,6 +58,7 @@ REFETCH_AFTER_S = 10.0
 # The transfers of an engine are read again after this time. An answer costs it about one step.
 TRANSFERS_INTERVAL_S = 20.0
 MAX_MODELS = 10_000
+BOOTSTRAP_TIMEOUT_S = 1.0
 # An engine that lists its models slowly gets no requests until then, and is probed meanwhile.
 MODELS_TIMEOUT_S = 30.0
 # An engine may refuse connections and send nothing for this long before its legs fail. A draining
@@ -239,11 +240,14 @@ class Prober:
         """Detect the KV protocol of an engine without our identity page, and the release of a
         vLLM. Raises UpstreamError."""
         capabilities, get = engine.capabilities, partial(self._get, engine)
+        port = engine.spec.bootstrap_port or self._bootstrap_port
         capabilities.kv_peer = await find_kv_peer(
             get,
             engine.spec.kv_protocol or self._kv_protocol,
-            engine.spec.address,
-            engine.spec.bootstrap_port or self._bootstrap_port,
+            lambda path: engine.get_at_port(
+                port, path, now() + BOOTSTRAP_TIMEOUT_S, MAX_ANSWER_BYTES
+            ),
+            port,
             engine.role.plays(PREFILL),
         )
         if capabilities.kv_peer.protocol not in WITHOUT_VLLM_FIELDS:

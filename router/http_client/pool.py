@@ -94,6 +94,10 @@ class EnginePool:
         self._idle: list[EngineConnection] = []
         self._reaper: asyncio.TimerHandle | None = None
 
+    def at_port(self, port: int) -> EnginePool:
+        """Return a pool for another server on the engine's host, without TLS."""
+        return EnginePool(self.host, port, self._limits, self.deadlines)
+
     @property
     def open_count(self) -> int:
         return len(self._open)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -308,17 +307,6 @@ def test_a_missing_extra_is_named(
     (line,) = problems(capsys, *FLAGS, *flags)
     assert f"pip install '{extra}'" in line
     assert flags[0].split("-")[2] in line
-
-
-@pytest.mark.slow
-def test_extras_are_needed_only_by_their_sources() -> None:
-    program = (
-        "import sys; from router.server.app import build; from router.settings import load;"
-        "build(load(dict(prefiller_hosts='p', prefiller_ports='1', decoder_hosts='d',"
-        "decoder_ports='1', engines_file='/nowhere')));"
-        "sys.exit(any(name in sys.modules for name in ('dns', 'lightkube', 'httpx2')))"
-    )
-    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0
 
 
 def test_a_restarted_router_uses_the_saved_list_of_a_broken_file(tmp_path: Path) -> None:
