@@ -23,6 +23,7 @@ from router.proxy.exchange import CorsExchange, Exchange, Header, cors_headers
 from router.proxy.gateway import Gateway
 from router.proxy.heartbeat import HeartbeatExchange
 from router.proxy.internal_fields import error_without_internal_fields
+from router.proxy.large_bodies import LARGE_BYTES, read_long_ids
 from router.proxy.messages import REQUEST_ID, LegBodies, RawBody
 from router.proxy.plan import Plan, make_plan
 from router.proxy.reasoning_names import BOTH, BothNamesExchange
@@ -71,6 +72,10 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         key = None
         if authenticator is not None:
             key = key_limits.identify_key(request.exchange, authenticator)
+        is_large = len(exchange.body) > LARGE_BYTES
+        if is_large:
+            await gateway.pacer.turn()
+            request.long_ids = await read_long_ids(exchange.body, gateway.pacer)
         if reading is None:
             read_request(request, limits, gateway.conversations, gateway.aliases)
             is_several = request.decode_only_reason == SEVERAL
@@ -87,6 +92,8 @@ async def serve(exchange: Exchange, gateway: Gateway, reading: BodyReader | None
         if limits.stream_heartbeat and request.body.get("stream") is True:
             request.exchange = HeartbeatExchange(request, limits)
         request.shared_headers += messages.header_lines(exchange.headers, gateway.not_to_engine)
+        if is_large:
+            await gateway.pacer.turn()
         bodies = _bodies_of(request)
 
         # Plan, after a wait for a place at engines that have limits.
@@ -156,8 +163,9 @@ async def _end_cancelled(request: Request, gateway: Gateway, task: asyncio.Task[
 def _bodies_of(request: Request) -> LegBodies:
     if request.form:
         return RawBody(request.form_body)
-    is_of_tokens = request.exchange.endpoint == GENERATE
-    return (TokenBodies if is_of_tokens else LegBodies)(request.body)
+    ids, is_of_tokens = request.long_ids, request.exchange.endpoint == GENERATE
+    body = request.body if ids is None else ids.writable(request.body)
+    return (TokenBodies if is_of_tokens else LegBodies)(body)
 
 
 def read_request_id(headers: Sequence[Header]) -> str:

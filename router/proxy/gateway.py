@@ -28,6 +28,7 @@ from router.openai.errors import EngineError, NoEngineError, UnknownModelError
 from router.proxy.aborts import AbortableRequests
 from router.proxy.admission import Admission, has_engine_limits
 from router.proxy.internal_fields import ROUTING_HEADERS
+from router.proxy.large_bodies import Pacer
 from router.proxy.messages import NOT_TO_ENGINE
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.release import KvReleaser
@@ -316,7 +317,7 @@ class MemoryLimits:
 class Gateway:
     """The parts that requests share, each with one owner: `routes` finds engines, `tasks` are the
     running requests, `admission` and `budget` limit what engines get, `memory` what requests hold,
-    and `releaser` releases KV that no engine will read.
+    `releaser` releases KV that no engine will read, and `pacer` spreads work on large bodies.
 
     `settings` are those in force. `watch` is None while the dashboard is not open.
     """
@@ -352,7 +353,7 @@ class Gateway:
             self.not_to_engine |= CREDENTIALS
         if tracer is not None:
             self.not_to_engine |= TRACE_HEADERS
-        self.tasks = RequestTasks()
+        self.tasks, self.pacer = RequestTasks(), Pacer()
         self.throttle = LogThrottle(logging.getLogger("disagg_router.proxy"))
         # What other dialects than chat completions cannot translate and leave out.
         self.left_out = LogOnce(logging.getLogger("disagg_router.proxy"))

@@ -44,6 +44,7 @@ from router.proxy.answer_check import (
 from router.proxy.id_resume import IdBuffer
 from router.proxy.kv_params import with_field
 from router.proxy.kv_protocols.protocol import LegPair
+from router.proxy.large_bodies import LARGE_BYTES
 from router.proxy.leg_errors import (
     NOT_LOADED,
     error_of_answer,
@@ -261,6 +262,8 @@ class LegAccount(Generic[T]):
         """
         run, engine, request, span = self.run, self.engine, self.run.request, self._span
         trace_line = b"" if span is None else span.headers
+        if len(body[0]) > LARGE_BYTES:
+            await run.gateway.pacer.turn()
         message = messages.leg_message(
             request.path or request.record.endpoint,
             engine.name,

@@ -43,6 +43,7 @@ from router.proxy.internal_fields import (
     FIELDS,
     without_internal_fields,
 )
+from router.proxy.large_bodies import LongIds
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.request_limits import RequestLimits
 from router.routing.prompt_chunks import BYTES_PER_TOKEN, estimate_tokens, has_media
@@ -107,6 +108,8 @@ class Request(Struct, eq=False):
     """The prompt's tokens, estimated by its bytes, without those of media: a measure of load."""
     is_several: bool = False
     """Several answers are asked for, of decode engines that load KV once for all of them."""
+    long_ids: LongIds | None = None
+    """The body, if it has a long list of token ids and was read piece by piece."""
     _prompt_tokens: int = -1
 
     @property
@@ -157,7 +160,9 @@ def read_request(
 ) -> None:
     """Read the request's JSON body. Raises BadRequestError, NoModelError, UnsupportedTypeError."""
     check_json(request.exchange.headers)
-    take_body(request, parse_body(request.exchange.body), limits, conversations, aliases)
+    ids = request.long_ids
+    body = parse_body(request.exchange.body) if ids is None else ids.body
+    take_body(request, body, limits, conversations, aliases)
 
 
 def take_body(

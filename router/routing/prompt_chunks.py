@@ -43,7 +43,7 @@ MAX_VALUES = 10_000
 def hash_chunks(body: Body) -> tuple[int, ...]:
     """Return the hashes of the whole chunks: an extended prompt begins with the same hashes."""
     ids = _token_ids(body)
-    content = _pack(ids[: MAX_CHUNKS * TOKENS_PER_CHUNK]) if ids is not None else _content(body)
+    content = _pack(ids) if ids is not None else _content(body)
     size = 8 * TOKENS_PER_CHUNK if ids is not None else CHUNK_BYTES
     if len(content) < size:
         return ()
@@ -102,11 +102,13 @@ def _prompt_tokens(prompt: object) -> int:
 
 
 def _token_ids(body: Body) -> list[int] | None:
+    """Return the token ids that are hashed, or None for a prompt of text."""
     prompt = _prompt_of(body)
     if isinstance(body.get("messages"), list) or not isinstance(prompt, list) or not prompt:
         return None
     if len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
+    prompt = prompt[: MAX_CHUNKS * TOKENS_PER_CHUNK]
     return prompt if prompt and set(map(type, prompt)) == {int} else None
 
 

@@ -50,6 +50,7 @@ from router.openai.responses import (
 )
 from router.proxy.exchange import BodySource, BodySourceWrapper, Exchange, ExchangeWrapper, Header
 from router.proxy.gateway import Gateway
+from router.proxy.large_bodies import LARGE_BYTES
 from router.proxy.messages import EVENT_STREAM_TYPE, as_stream, encode_body
 from router.proxy.request import PASSED, Request, check_fields, check_json, parse_body, take_body
 from router.routing.prompt_chunks import estimate_tokens
@@ -230,7 +231,7 @@ class DialectExchange(ExchangeWrapper):
     def __init__(self, inner: Exchange, dialect: ApiDialect, gateway: Gateway) -> None:
         super().__init__(inner)
         self.headers = dialect.request_headers(inner.headers)
-        self._dialect = dialect
+        self._dialect, self._pacer = dialect, gateway.pacer
         self._reservation = Reservation(gateway.memory.answers)
         self._is_ended = False
         # Events that were translated before an unsupported end, or before an event that cannot be
@@ -257,10 +258,12 @@ class DialectExchange(ExchangeWrapper):
             events += await self._close()
             await self._inner.respond(status, headers, events)
             return
+        await self._pause(body)
         content = parse_object(body)
         if content is None:
             raise BrokenAnswerError(UNTRANSLATABLE)
-        await self._respond_answer(status, headers, content)
+        await self._pause(body)
+        await self._respond_answer(status, headers, content, body)
 
     async def relay(
         self, status: int, headers: Sequence[Header], answer: BodySource, idle: float, latest: float
@@ -296,7 +299,14 @@ class DialectExchange(ExchangeWrapper):
         """Reserve memory for the text of a stream, all of which its last events repeat."""
         return self._reservation.resize(self._dialect.answer.memory)
 
-    async def _respond_answer(self, status: int, headers: Sequence[Header], content: Json) -> None:
+    async def _pause(self, body: bytes) -> None:
+        """Let other clients be served before the next step with a large answer."""
+        if len(body) > LARGE_BYTES:
+            await self._pacer.turn()
+
+    async def _respond_answer(
+        self, status: int, headers: Sequence[Header], content: Json, body: bytes
+    ) -> None:
         dialect = self._dialect
         try:
             steps = [*dialect.answer.add(content), *dialect.answer.close()]
@@ -304,6 +314,7 @@ class DialectExchange(ExchangeWrapper):
             raise self._untranslatable() from error
         dialect.require_known_finish()
         await dialect.store()
+        await self._pause(body)
         if dialect.is_streamed:
             kind, output = EVENT_STREAM_TYPE + b"; charset=utf-8", dialect.output
             headers = as_stream(headers)
@@ -311,7 +322,9 @@ class DialectExchange(ExchangeWrapper):
         else:
             kind = b"application/json"
             try:
-                whole = dumps(dialect.whole_answer(content))
+                answer = dialect.whole_answer(content)
+                await self._pause(body)
+                whole = dumps(answer)
             except orjson.JSONEncodeError as error:
                 raise self._untranslatable() from error
         if dialect.answer.error is not None:

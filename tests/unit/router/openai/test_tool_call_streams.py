@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.openai.anthropic_messages import MessageOutput
-from router.openai.dialects import MAX_ANSWER_CHARS, AnswerBlocks
+from router.openai.dialects import MAX_ANSWER_CHARS, AnswerBlocks, JsonDepth
 from router.openai.responses import ResponseOutput
 from tests.unit.router.openai.chats import events_of
 
@@ -276,3 +276,31 @@ def test_any_order_of_pieces_makes_the_same_calls(
     expected = [(f"id{index}", name, given) for index, (name, given) in enumerate(calls)]
     assert sorted(calls_of_message(chunks)) == expected
     assert sorted(calls_of_response(chunks)) == expected
+
+
+LONG_ARGUMENTS = json.dumps({"text": 'a "{[\\' * 2000, "list": [{}, [1]]})
+
+
+@pytest.mark.parametrize("before", ["", " ", "{}", "{", '"', "\\"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        LONG_ARGUMENTS,
+        f" \n{LONG_ARGUMENTS} ",
+        LONG_ARGUMENTS[:-1],
+        LONG_ARGUMENTS + "}",
+        LONG_ARGUMENTS + LONG_ARGUMENTS,
+        json.dumps("}" * 9000),
+        "[" * 9000 + "]" * 9000,
+        "null" + " " * 9000,
+        "\ud800" * 9000,
+    ],
+    ids=range(9),
+)
+def test_the_end_of_long_arguments_is_found_as_in_small_pieces(before: str, text: str) -> None:
+    whole, split = JsonDepth(), JsonDepth()
+    for piece in (before, text, "]}"):
+        whole.feed(piece)
+    for start in range(0, len(text) + len(before) + 2, 100):
+        split.feed(f"{before}{text}]}}"[start : start + 100])
+    assert (whole.first, whole.is_complete) == (split.first, split.is_complete)
