@@ -7,6 +7,11 @@ prober also fetches what engines report of themselves: their models and their id
 A frozen engine is found within one interval plus as many timeouts as failures are tolerated, since
 a probe without any answer is repeated at once. An engine whose bytes still arrive on any connection
 is busy, not dead.
+
+In a large fleet, healthy engines without requests are probed less often, but before their kept
+connections expire, since a new connection costs more than several probes. An engine that gets a
+request is probed within one interval. First probes begin in batches, and intervals vary a little,
+so that engines are not probed all at once.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from random import Random
 from time import monotonic as now
 from typing import Any, NamedTuple
 
@@ -49,6 +55,12 @@ from router.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("disagg_router.fleet")
 
+# Of healthy engines without requests.
+MAX_IDLE_PROBES_PER_S = 200
+BATCH_SIZE, BATCH_INTERVAL_S = 50, 0.01
+VARIATION, TICK_S = (0.9, 1.1), 0.03
+_vary = Random().uniform
+IDLE_SHARE = 0.85
 # The longest interval between probes of an engine that is not healthy.
 UNHEALTHY_INTERVAL_S = 1.0
 MAX_ANSWER_BYTES = 1024 * 1024
@@ -82,7 +94,8 @@ Model = dict[str, Any]
 @dataclass(slots=True, eq=False)
 class EngineProbe:
     """The probing of one engine: the times of the last probe and of the last answers to the
-    questions for its identity, its models and its transfers. `has_result`: a probe has ended."""
+    questions for its identity, its models and its transfers. `has_result`: a probe has ended.
+    `rest` ends the wait of an idle engine for its next probe."""
 
     probed_at: float
     identity_at: float = -math.inf
@@ -91,24 +104,27 @@ class EngineProbe:
     task: asyncio.Task[None] | None = None
     models_task: asyncio.Task[None] | None = None
     has_result: asyncio.Event = field(default_factory=asyncio.Event)
+    rest: asyncio.Timeout | None = None
 
 
 class Prober:
-    """Probes all engines of a fleet, with one supervised task per engine. `interval` and `timeout`
-    are seconds; `kv_protocol` and `bootstrap_port` are for engines whose source names none."""
+    """Probes all engines of a fleet, with one supervised task per engine. `interval`, `timeout` and
+    `max_idle_s` (of connections) are seconds; `kv_protocol` and `bootstrap_port` are for engines
+    whose source names none."""
 
     def __init__(
         self,
         fleet: Fleet,
         interval: float,
         timeout: float,
+        max_idle_s: float,
         kv_protocol: KvProtocol | None,
         bootstrap_port: int,
     ) -> None:
         self._fleet = fleet
         self._kv_protocol, self._bootstrap_port = kv_protocol, bootstrap_port
         self._interval = interval
-        self._timeout = timeout
+        self._timeout, self._max_idle_s = timeout, max_idle_s
         self._probes: dict[Engine, EngineProbe] = {}
         # Since when an engine refuses connections and sends nothing, and its reads until then.
         self._refusing: dict[Engine, tuple[float, int]] = {}
@@ -145,7 +161,7 @@ class Prober:
         """Return why engines are not probed as they should be; empty if they are."""
         if self._failure:
             return f"failed: {self._failure}"
-        limit = self._interval + 3 * self._timeout + OVERDUE_S
+        limit = self._idle_interval() + 3 * self._timeout + OVERDUE_S
         late = [e.name for e, probe in self._probes.items() if now() - probe.probed_at > limit]
         return f"does not probe {', '.join(late)}" if late else ""
 
@@ -299,11 +315,22 @@ class Prober:
         engines = self._fleet.engines
         for engine in self._probes.keys() - set(engines):
             self._stop(engine)
+        begun = 0
         for engine in engines:
-            probe = self._probes.setdefault(engine, EngineProbe(now()))
+            probe = self._probes.get(engine)
+            if probe is None:
+                probe = self._probes[engine] = EngineProbe(now())
             if probe.task is None or probe.task.done():
                 probe.probed_at = now()
-                probe.task = asyncio.create_task(self._probe_repeatedly(engine, probe))
+                delay = begun // BATCH_SIZE * BATCH_INTERVAL_S
+                probe.task = asyncio.create_task(self._probe_repeatedly(engine, probe, delay))
+                begun += 1
+            elif probe.rest is not None and not (engine.is_idle or probe.rest.expired()):
+                probe.rest.reschedule(0)
+
+    def _idle_interval(self) -> float:
+        wanted = min(len(self._probes) / MAX_IDLE_PROBES_PER_S, self._max_idle_s * IDLE_SHARE)
+        return max(self._interval, wanted)
 
     def _stop(self, engine: Engine) -> None:
         self._refusing.pop(engine, None)
@@ -313,7 +340,9 @@ class Prober:
             if task is not None:
                 task.cancel()
 
-    async def _probe_repeatedly(self, engine: Engine, probe: EngineProbe) -> None:
+    async def _probe_repeatedly(self, engine: Engine, probe: EngineProbe, delay: float) -> None:
+        if delay:
+            await asyncio.sleep(delay)
         while True:
             is_silent = False
             try:
@@ -324,9 +353,22 @@ class Prober:
             probe.probed_at = now()
             probe.has_result.set()
             is_healthy = engine.health is Health.HEALTHY
-            if not (is_silent and is_healthy):
-                longest = math.inf if is_healthy else UNHEALTHY_INTERVAL_S
-                await asyncio.sleep(min(self._interval, longest))
+            if not is_healthy:
+                await asyncio.sleep(_spread(min(self._interval, UNHEALTHY_INTERVAL_S)))
+            elif not is_silent and engine.is_idle and self._idle_interval() > self._interval:
+                await self._rest(probe)
+            elif not is_silent:
+                await asyncio.sleep(_spread(self._interval))
+
+    async def _rest(self, probe: EngineProbe) -> None:
+        """Wait for the next probe of an idle engine, or until it gets a request."""
+        try:
+            async with asyncio.timeout(_spread(self._idle_interval())) as probe.rest:
+                await asyncio.Event().wait()
+        except TimeoutError:
+            pass
+        finally:
+            probe.rest = None
 
     async def _fetch_what_is_due(self, engine: Engine, probe: EngineProbe) -> None:
         if engine.health is not Health.HEALTHY:
@@ -372,6 +414,13 @@ class Prober:
     ) -> CompleteAnswer:
         """Raises UpstreamError."""
         return await engine.get(path, now() + self._timeout, limit)
+
+
+def _spread(seconds: float) -> float:
+    """Vary a time a little, so that it ends at a tick: probes of the same tick cost less than each
+    alone, which wakes the process."""
+    moment = now()
+    return math.ceil((moment + seconds * _vary(*VARIATION)) / TICK_S) * TICK_S - moment
 
 
 def _is_success(answer: CompleteAnswer) -> bool:

@@ -104,6 +104,7 @@ def build(settings: Settings, shared: Path | None = None) -> FastAPI:
         fleet,
         settings.health_interval,
         settings.health_timeout,
+        settings.engine_idle_age,
         None if settings.kv_protocol == "auto" else KvProtocol(settings.kv_protocol),
         settings.bootstrap_port,
     )

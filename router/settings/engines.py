@@ -163,7 +163,8 @@ class DiscoverySettings(SettingsGroup):
 class HealthSettings(SettingsGroup):
     """Health
 
-    health_interval: Time between two probes of an engine (GET /health).
+    health_interval: Time between two probes of an engine (GET /health). It is longer for engines
+        without requests in a fleet of more than 200.
     health_timeout: Longest wait for the answer to a probe. SGLang's takes a second.
     health_failures: Number of failed probes in a row after which an engine is unhealthy. A refused
         connection makes it unhealthy at once.

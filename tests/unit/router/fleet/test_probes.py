@@ -362,3 +362,31 @@ async def test_an_engine_for_both_roles_is_one_engine(
     assert {answer.status_code for answer in answers} == {200}
     assert len(p.requests) == 4, "nobody hands KV to itself"
     assert len(d.requests) == 4
+
+
+async def test_idle_engines_of_a_large_fleet_are_probed_less_often_until_a_request_comes(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "MAX_IDLE_PROBES_PER_S", 0.01)  # two engines are a large fleet
+    router = await start_router(identified=True, engine_idle_age=60)
+    before = p.probes + d.probes
+    await asyncio.sleep(0.5)
+    assert p.probes + d.probes <= before + 2
+    d.scripts = [hang]
+    async with asyncio.TaskGroup() as running:
+        waiting = running.create_task(router.complete())
+        seen = d.probes
+        await eventually(lambda: d.probes > seen + 3)
+        assert router.state.prober.problem() == ""
+        waiting.cancel()
+
+
+async def test_first_probes_begin_in_batches(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "BATCH_SIZE", 1)
+    monkeypatch.setattr(probes, "BATCH_INTERVAL_S", 0.6)
+    started = time.monotonic()
+    router = await start_router()
+    assert time.monotonic() - started > 0.6, "the second engine waits for its turn"
+    assert (await router.complete()).status_code == 200
