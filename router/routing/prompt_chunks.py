@@ -22,7 +22,8 @@ Body = dict[str, Any]
 TOKENS_PER_CHUNK = 256
 BYTES_PER_TOKEN = 4
 CHUNK_BYTES = TOKENS_PER_CHUNK * BYTES_PER_TOKEN
-MAX_CHUNKS = 256
+# With 256, the long chats of coding agents look mostly uncached: their engine seems to be busy.
+MAX_CHUNKS = 512
 LIMIT_BYTES = MAX_CHUNKS * CHUNK_BYTES
 # What a template writes around a message.
 MESSAGE_TOKENS = 4
