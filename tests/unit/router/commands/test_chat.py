@@ -119,14 +119,19 @@ async def test_each_line_of_a_pipe_is_a_turn_of_one_conversation(
     assert first["messages"] == second["messages"][:1]
 
 
+async def body_from(reader: asyncio.StreamReader) -> bytes:
+    """Read a whole request: a server that closes with some of it unread resets the connection."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    found = re.search(rb"content-length: (\d+)", head.lower())
+    assert found is not None
+    return await reader.readexactly(int(found[1]))
+
+
 async def test_turns_have_the_id_of_their_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = await reader.readuntil(b"\r\n\r\n")
-        found = re.search(rb"content-length: (\d+)", head.lower())
-        assert found is not None
-        bodies.append(json.loads(await reader.readexactly(int(found[1]))))
+        bodies.append(json.loads(await body_from(reader)))
         answer = chunk_of("Hello") + LAST
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(answer) + answer)
         await writer.drain()
@@ -164,7 +169,7 @@ async def test_an_answer_that_breaks_off_is_one_line_without_control_characters_
     rest: bytes, reason: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
+        await body_from(reader)
         head = "HTTP/1.1 200 OK\r\nx-request-id: r1\r\ncontent-type: text/event-stream\r\n"
         length = len(chunk_of("Hel")) + len(rest or b"more")
         writer.write(f"{head}content-length: {length}\r\n\r\n".encode() + chunk_of("Hel") + rest)
