@@ -38,6 +38,7 @@ from tests.chaos.questions import (
     Questions,
     mock_questions,
     real_fleet,
+    warm_up,
 )
 from tests.chaos.run import Drill, Outcome
 from tests.chaos.scenarios import SHORT, Engines, Mode, Role, Scenario, scenarios
@@ -154,6 +155,9 @@ class _Session:
     async def _run_real(self, engines: Engines, todo: Sequence[Scenario]) -> None:
         fleet = real_fleet(self._family, engines)
         await fleet.start()
+        if engines is Engines.STOCK:
+            for engine in (*fleet.prefillers, *fleet.decoders):
+                await warm_up(engine)
         oracle = await Oracle.learn(fleet.decoders[0], engines, self._seed)
         drill = replace(
             self._drill(fleet, oracle.questions()),

@@ -115,6 +115,13 @@ def _real_engine(role: str, engines: Engines, model: Path) -> Engine:
     return Engine(f"{engines} {role}", command, port, timeout)
 
 
+async def warm_up(engine: Engine) -> None:
+    """vLLM compiles a kernel for its first log-probabilities, and stands still meanwhile. A router
+    that asks for some would pay for that in the drill."""
+    body = {"model": "m", "prompt": "warm", "max_tokens": 2, "logprobs": 1}
+    await post(engine.port, COMPLETIONS, json.dumps(body).encode(), STOCK_START_TIMEOUT_S)
+
+
 @dataclass(frozen=True, slots=True)
 class Oracle:
     """Prompts, and what one engine alone answers."""
