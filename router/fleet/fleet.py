@@ -60,6 +60,8 @@ logger = logging.getLogger("disagg_router.fleet")
 MAX_COOLING_S = 30.0
 # Other engines are preferred for this long to one that has failed a leg.
 RECENT_FAILURE_S = 1.0
+# So many times as many failed probes end the legs of an engine that no other can stand in for.
+ALONE_FACTOR = 3
 # An engine that is listed again within this time may be the same process, with its cache.
 MAX_ABSENCE_S = 60.0
 # The characters of a compatibility value in a group's name, if that distinguishes the groups.
@@ -329,15 +331,26 @@ class Fleet:
         a busy engine means nothing.
 
         `is_silent`: no byte came from the engine on any connection during the probe. Then its
-        running legs fail, too. An engine that answers its probe with an error may finish its legs.
+        running legs fail, too. An engine that answers its probe with an error may finish its legs,
+        and one that no other can stand in for gets more time, as failing its legs helps nobody.
         """
         engine.failed_probes += 1
         is_healthy = engine.health is Health.HEALTHY
         if is_healthy and engine.failed_probes < self._tolerated_failures:
             return
         self._set_health(engine, Health.UNHEALTHY, reason)
-        if is_silent:
+        most = self._tolerated_failures * (1 if self._has_stand_in(engine) else ALONE_FACTOR)
+        if is_silent and engine.failed_probes >= most:
             engine.pool.fail_legs(EngineLostError(f"{engine.name} is silent: {reason}"))
+
+    def _has_stand_in(self, engine: Engine) -> bool:
+        """Return True if another healthy engine of the group answers requests. A decode engine does
+        so without a prefill engine, too."""
+        return any(
+            other.is_usable and other.role.plays(EngineRole.DECODE)
+            for other in self._engines.values()
+            if other is not engine and other.group == engine.group
+        )
 
     def note_busy(self, engine: Engine) -> None:
         """The engine answers other requests but not the probe, which proves neither health nor

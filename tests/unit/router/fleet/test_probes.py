@@ -21,7 +21,7 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering, hang, usual_decode
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.http_client.test_connect import no_descriptor_left
-from tests.unit.router.mock_engine import event
+from tests.unit.router.mock_engine import event, running_engine
 from tests.unit.router.proxy.failing import deaf
 
 # As they are by default, which settings for tests are not.
@@ -89,6 +89,27 @@ async def test_legs_end_at_a_frozen_engine_that_refuses_connections(
         answer = await asyncio.wait_for(asking, 10)
     assert answer.status_code == 503
     assert router.metric("upstream_errors_total", role="decode", kind="engine_lost") == 1
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_legs_of_the_only_engine_get_three_times_as_many_probes(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, is_alone: bool
+) -> None:
+    async with running_engine(usual_decode) as other:
+        router = await start_router(ds=[d] if is_alone else [d, other], health_failures=2)
+        await router.knows_its_engines()
+        d.scripts, other.scripts = [hang], [hang]
+        asking = asyncio.create_task(router.complete())
+        await eventually(lambda: d.requests or other.requests)
+        busy = router.engine(d if d.requests else other)
+        d.scripts, other.scripts = [], []
+        for _ in range(5 if is_alone else 1):  # no probe comes between: nothing is awaited
+            router.gateway.fleet.note_probe_failed(busy, "silent", is_silent=True)
+        assert busy.in_flight == 1
+        assert (busy.health is Health.UNHEALTHY) == is_alone
+        router.gateway.fleet.note_probe_failed(busy, "silent", is_silent=True)
+        await eventually(lambda: busy.in_flight == 0)
+        assert (await asking).status_code == (503 if is_alone else 200)
 
 
 @pytest.mark.parametrize("goes_on", [False, True])
@@ -222,7 +243,7 @@ async def test_an_engine_that_restarts_with_other_models_serves_those(
     d.models, d.healthy = ["new"], False
     await eventually(lambda: engine.health is Health.UNHEALTHY)
     d.healthy = True
-    await eventually(lambda: engine.models == frozenset({"new"}))
+    await eventually(lambda: engine.models == frozenset({"new"}) and engine.is_available)
     assert (await router.complete(model="new")).status_code == 200
     assert (await router.complete(model="nobody's")).status_code == 404
 
