@@ -20,7 +20,7 @@ from tests.integration.strings import Strings, dance
 NUM_BLOCKS = len(HALVES["first"])
 ROUNDS = 100
 """In which NIXL is asked how the transfer is, and messages are looked for."""
-TRANSFER_TIMEOUT = 4.0
+TRANSFER_TIMEOUT = 8.0
 """Seconds: several times what a transfer takes on a machine that stands still now and then."""
 LEASE = 5.0
 
