@@ -209,7 +209,7 @@ class _Matcher:
         self._us = us
         self._them = them
         self._kernels = _kernel_sizes(geometry, remote)
-        self._is_alike = (
+        self._moves_whole_blocks = (
             geometry.block_size == remote.block_size
             and geometry.kernel_sizes == self._kernels
             and geometry.kv_cache_layout == remote.kv_cache_layout
@@ -217,7 +217,7 @@ class _Matcher:
         )
         num_groups = len(geometry.group_windows)
         self._units = geometry.block_sizes
-        if not self._is_alike:  # no piece is of two of a kernel's blocks
+        if not self._moves_whole_blocks:  # no piece is of two of a kernel's blocks
             self._units = (min(*geometry.kernel_sizes, *self._kernels),) * num_groups
         self._ours = _Rows(geometry.block_sizes, self._units)
         self._theirs = _Rows(_block_sizes(geometry, remote), self._units)
@@ -237,7 +237,9 @@ class _Matcher:
         # NIXL adds these without an overflow check, and would find the sum registered.
         if theirs.base_addr + theirs.block_stride * theirs.num_blocks > 1 << 64:
             raise PlanError(f"{theirs.name} ends beyond what a 64-bit int addresses")
-        if self._is_alike and len(span.our_layers) == len(ours.layers) == len(theirs.layers):
+        if self._moves_whole_blocks and len(span.our_layers) == len(ours.layers) == len(
+            theirs.layers
+        ):
             _require(f"block_len of {ours.name}", ours.block_len, theirs.block_len)
             self._ours.add(ours, 0, 0, ours.block_len)
             self._theirs.add(theirs, 0, 0, theirs.block_len)
@@ -259,7 +261,7 @@ class _Matcher:
             tuple(self._layers),
             spare[0] or not self._layers,
             spare[1] or not self._layers,
-            self._is_alike and self._us == self._them and has_same_regions,
+            self._moves_whole_blocks and self._us == self._them and has_same_regions,
         )
 
     def _add_pieces(self, span: Span) -> None:

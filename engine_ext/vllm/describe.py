@@ -53,6 +53,8 @@ SCHEDULERS = "engine_ext.vllm.scheduler"
 STATELESS = frozenset(("ngram", "suffix"))
 """Ways of speculation that keep nothing of a request at an engine but its tokens."""
 
+STATES = (MambaSpec, CircularBufferSpec)
+"""Layers that keep one block of a request: a state, or a ring of tokens to be compressed."""
 LATENT = (MLAAttentionSpec, SlidingWindowMLASpec)
 ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, *LATENT)
 """Layers whose blocks are those of the tokens, or of the last ones."""
@@ -135,10 +137,9 @@ def unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
 
 
 def _is_known_kind(spec: KVCacheSpec, model: ModelConfig) -> bool:
-    """Return True if we can move its blocks. Of layers that compress several tokens into one, a
-    ring has those that are not compressed yet: it is a state, which only models with others name
-    before there is a cache."""
-    if isinstance(spec, MambaSpec | CircularBufferSpec):
+    """Return True if we can move its blocks. Prompts of models with a state end a token early,
+    which must be known before there is a cache: so rings are moved only beside Mamba's states."""
+    if isinstance(spec, STATES):
         return _has_state(model)
     # Some windows are computed again behind what is loaded, unless a connector says otherwise.
     is_replayed = isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay
@@ -159,6 +160,11 @@ def _layer_specs(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
     """Return each kind of layer in each group: several where layers differ in size and this is a
     worker; the scheduler sees one of them."""
     return [layer for spec in _specs(kv_cache_config) for layer in _layers_of(spec)]
+
+
+def _first_layers(kv_cache_config: KVCacheConfig) -> list[KVCacheSpec]:
+    """Return the first kind of layer of each group. All of a group have the same window."""
+    return [next(iter(_layers_of(spec))) for spec in _specs(kv_cache_config)]
 
 
 def _layers_of(spec: KVCacheSpec) -> Collection[KVCacheSpec]:
@@ -182,11 +188,11 @@ def _has_untransferred_groups(kv_cache_config: KVCacheConfig) -> bool:
 
 def windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
     """Return each group's window; see `CacheGeometry.group_windows`."""
-    return tuple(_window(next(iter(_layers_of(spec)))) for spec in _specs(kv_cache_config))
+    return tuple(map(_window, _first_layers(kv_cache_config)))
 
 
 def _window(spec: KVCacheSpec) -> int | None:
-    if isinstance(spec, MambaSpec | CircularBufferSpec):
+    if isinstance(spec, STATES):
         return STATE
     if isinstance(spec, ChunkedLocalAttentionSpec):
         return chunked(spec.attention_chunk_size)
@@ -200,9 +206,9 @@ def _window(spec: KVCacheSpec) -> int | None:
 def guess_blocks(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
     """Return how many of the blocks that each group has of a request are for states behind
     guesses."""
-    kinds = [next(iter(_layers_of(spec))) for spec in _specs(kv_cache_config)]
     return tuple(
-        kind.num_speculative_blocks if isinstance(kind, MambaSpec) else 0 for kind in kinds
+        layer.num_speculative_blocks if isinstance(layer, MambaSpec) else 0
+        for layer in _first_layers(kv_cache_config)
     )
 
 

@@ -60,8 +60,8 @@ logger = logging.getLogger("disagg_router.fleet")
 MAX_COOLING_S = 30.0
 # Other engines are preferred for this long to one that has failed a leg.
 RECENT_FAILURE_S = 1.0
-# So many times as many failed probes end the legs of an engine that no other can stand in for.
-ALONE_FACTOR = 3
+# The legs of a silent engine without a substitute fail after this multiple of the tolerated probes.
+NO_SUBSTITUTE_FACTOR = 3
 # An engine that is listed again within this time may be the same process, with its cache.
 MAX_ABSENCE_S = 60.0
 # The characters of a compatibility value in a group's name, if that distinguishes the groups.
@@ -331,21 +331,22 @@ class Fleet:
         a busy engine means nothing.
 
         `is_silent`: no byte came from the engine on any connection during the probe. Then its
-        running legs fail, too. An engine that answers its probe with an error may finish its legs,
-        and one that no other can stand in for gets more time, as failing its legs helps nobody.
+        running legs fail, too. An engine that answers its probe with an error may finish its legs.
+        If no other engine could retry the legs, they fail after more failed probes, because the
+        engine may recover.
         """
         engine.failed_probes += 1
         is_healthy = engine.health is Health.HEALTHY
         if is_healthy and engine.failed_probes < self._tolerated_failures:
             return
         self._set_health(engine, Health.UNHEALTHY, reason)
-        most = self._tolerated_failures * (1 if self._has_stand_in(engine) else ALONE_FACTOR)
-        if is_silent and engine.failed_probes >= most:
+        most = self._tolerated_failures * NO_SUBSTITUTE_FACTOR
+        if is_silent and (self._has_substitute(engine) or engine.failed_probes >= most):
             engine.pool.fail_legs(EngineLostError(f"{engine.name} is silent: {reason}"))
 
-    def _has_stand_in(self, engine: Engine) -> bool:
-        """Return True if another healthy engine of the group answers requests. A decode engine does
-        so without a prefill engine, too."""
+    def _has_substitute(self, engine: Engine) -> bool:
+        """Return True if another usable engine of the group can decode. A decode engine answers
+        requests without a prefill engine, too."""
         return any(
             other.is_usable and other.role.plays(EngineRole.DECODE)
             for other in self._engines.values()

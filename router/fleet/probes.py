@@ -55,12 +55,15 @@ from router.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("disagg_router.fleet")
 
-# Of healthy engines without requests.
+# The rate at which healthy engines without requests are probed, all together.
 MAX_IDLE_PROBES_PER_S = 200
+# An idle engine is probed when this share of the time has passed after which its connection closes.
+IDLE_SHARE = 0.85
+# First probes start in batches.
 BATCH_SIZE, BATCH_INTERVAL_S = 50, 0.01
+# Each interval is multiplied by a factor of this range, and ends at a tick.
 VARIATION, TICK_S = (0.9, 1.1), 0.03
 _vary = Random().uniform
-IDLE_SHARE = 0.85
 # The longest interval between probes of an engine that is not healthy.
 UNHEALTHY_INTERVAL_S = 1.0
 MAX_ANSWER_BYTES = 1024 * 1024

@@ -116,7 +116,7 @@ class Record:
     """The outcome of reusing the last turn's KV; empty outside conversations."""
     conversation_reason: str = ""
     answer_change: str = ""
-    """What the client changed in the last turn's answer: see `find_answer_change`."""
+    """The change that the client made to the last turn's answer, from `find_answer_change`."""
     offered_tokens: int = 0
     """Tokens of the last turn that the prefill engine could pull."""
     kept: str = ""

@@ -1,4 +1,4 @@
-"""What the command imports: nothing for features that are off."""
+"""The `disagg-router` command does not import packages for features that are off."""
 
 from pathlib import Path
 
