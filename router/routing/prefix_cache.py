@@ -35,6 +35,7 @@ from router.routing.policy import (
     some_of,
 )
 from router.routing.prompt_chunks import TOKENS_PER_CHUNK
+from router.routing.rendezvous import Rendezvous
 
 # The speeds of engines are compared once in so many choices.
 CHOICES_PER_COMPARISON = 64
@@ -47,6 +48,8 @@ MAX_STRIKES = 3
 FULL_SHARE = 0.75
 # The unanswered prompts of one engine that are remembered.
 MAX_UNANSWERED = 32
+# One in so many prompts tests what other routers have sent, while no guess is right.
+TURNS_PER_GUESS = 2
 # An engine counts as at most this many times as slow or as fast as the mean.
 MAX_SLOWNESS = 8.0
 
@@ -58,6 +61,8 @@ class _UnansweredPrompt(NamedTuple):
     depth: int
     is_certain: bool
     chunks: tuple[int, ...]
+    guessed: int = 0
+    """The chunks that another router may have sent there; see `Rendezvous`."""
 
     def brings(self, chunk: int, depth: int) -> bool:
         return self.depth < depth <= len(self.chunks) and self.chunks[depth - 1] == chunk
@@ -112,6 +117,8 @@ class PrefixAffinity(Policy):
         # The best match of the last query: its feedback follows soon.
         self._last_chunks: tuple[int, ...] = ()
         self._last_match = NO_MATCH
+        self._last_guesses: Sequence[tuple[int, Candidate]] = ()
+        self._rendezvous = Rendezvous()
 
     @property
     def num_unanswered(self) -> int:
@@ -180,14 +187,23 @@ class PrefixAffinity(Policy):
             is_certain = not any(other.brings(chunk, depth) for other in unanswered.values())
         if len(unanswered) >= MAX_UNANSWERED:
             del unanswered[next(iter(unanswered))]
-        unanswered[query.turn] = _UnansweredPrompt(depth, is_certain, query.chunks)
+        guessed = 0
+        if query.chunks is self._last_chunks:
+            guessed = max((n for n, one in self._last_guesses if one.name == name), default=0)
+        unanswered[query.turn] = _UnansweredPrompt(depth, is_certain, query.chunks, guessed)
         self._index.add(name, query.chunks)
         self._index.on_sent(name, query.chunks)
 
     def note_cached(self, name: str, query: RoutingQuery, cached_tokens: int | None) -> None:
         """Compare the expectation with the answer. Half of it suffices: tokens are estimated."""
         sent = self._unanswered.get(name, {}).pop(query.turn, None)
-        if sent is None or cached_tokens is None or sent.depth <= query.marks:
+        if sent is None or cached_tokens is None:
+            return
+        if sent.guessed > sent.depth >= query.marks:
+            guessed = (sent.guessed - sent.depth) * TOKENS_PER_CHUNK
+            known = (sent.depth - query.marks) * TOKENS_PER_CHUNK
+            self._rendezvous.note_answer(guessed, cached_tokens - known)
+        if sent.depth <= query.marks:
             return
         if 2 * cached_tokens >= (sent.depth - query.marks) * TOKENS_PER_CHUNK:
             self._strikes.pop(name, None)
@@ -242,18 +258,21 @@ class PrefillCost(PrefixAffinity):
             return self._soonest(candidates, query)
         bits = self._registered.get(candidates)
         depth, engines = self._find_match(chunks, bits)
-        if not depth:
+        guesses = self._guess(candidates, query, depth)
+        if not depth and not guesses:
             return self._soonest(candidates, query)
-        one = self._least_loaded(engines, candidates, bits, query)
-        if not queued_tokens(one) and not self._token_s:
+        one = self._least_loaded(engines, candidates, bits, query) if depth else None
+        if one is not None and not guesses and not queued_tokens(one) and not self._token_s:
             return _with_stand_in(one, candidates, query.turn)
         idle = self._soonest(candidates, query)
         # With several idle engines, the wait is all that counts.
         share = 1.0 if len(idle) > 2 and not queued_tokens(idle[-1]) else QUEUE_SHARE
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
         costs = [(self._cost_of(engine, tokens, share), engine) for engine in idle]
+        for held, guessed in guesses:
+            costs.append((self._cost_of(guessed, tokens - held, share), guessed))
         least, among = costs[0][0], bits.all
-        for _ in range(MAX_COMPARED):
+        while one is not None and len(costs) < len(idle) + len(guesses) + MAX_COMPARED:
             cost = self._cost_of(one, tokens - depth * TOKENS_PER_CHUNK, share)
             costs.append((cost, one))
             least, among = min(least, cost), among & ~engines
@@ -263,6 +282,18 @@ class PrefillCost(PrefixAffinity):
             one = self._least_loaded(engines, candidates, bits, query)
         costs.sort(key=itemgetter(0))
         return filled([], (engine for _, engine in costs))
+
+    def _guess(
+        self, candidates: Sequence[E], query: RoutingQuery, depth: int
+    ) -> list[tuple[int, E]]:
+        """Return engines that may hold more than the `depth` chunks that this router knows of, each
+        with the tokens for which that counts. Some guesses are made only to learn whether they
+        would be right."""
+        credit, self._last_guesses = self._rendezvous.credit, ()
+        if len(candidates) < 2 or (not credit and mix(query.turn) % TURNS_PER_GUESS):
+            return []
+        self._last_guesses = found = self._rendezvous.guess(candidates, query.chunks, depth)
+        return [(int(credit * n * TOKENS_PER_CHUNK), one) for n, one in found if credit * n > depth]
 
     def _cost_of(self, engine: Candidate, uncached: int, share: float = 1.0) -> float:
         token_s = self._token_s.get(engine.name, self._mean_token_s)
@@ -291,6 +322,8 @@ class PrefillCost(PrefixAffinity):
     def forget(self, name: str) -> None:
         super().forget(name)
         self._token_s.pop(name, None)
+        self._rendezvous.forget()
+        self._last_guesses = ()
 
 
 def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:
