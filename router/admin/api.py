@@ -18,7 +18,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 import uvicorn
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Query, Request
 from fastapi import Path as PathPart
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
@@ -63,6 +63,7 @@ def control_of(request: Request) -> Control:
 
 TheControl = Annotated[Control, Depends(control_of)]
 Name = Annotated[str, PathPart(description="host:port", max_length=300)]
+Migrate = Annotated[bool, Query(description="its streams move to other engines")]
 GroupName = Annotated[str, PathPart(pattern=rf"^{GROUP_NAME.pattern}$")]
 router = APIRouter(prefix="/admin", tags=["Admin"])
 
@@ -108,8 +109,8 @@ async def remove(name: Name, control: TheControl) -> None:
 
 
 @router.post("/engines/{name}/drain", summary="Send no new requests to an engine")
-async def drain(name: Name, control: TheControl) -> EngineView:
-    return await control.drain(name)
+async def drain(name: Name, control: TheControl, migrate: Migrate = False) -> EngineView:
+    return await control.drain(name, migrate)
 
 
 @router.post("/engines/{name}/resume", summary="End a drain")

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -162,9 +163,10 @@ class Control:
             await self._override(overrides)
         logger.info("engine %s removed", engine.name)
 
-    async def drain(self, name: str) -> EngineView:
-        """Send no new requests to an engine."""
-        return await self._change(name, "drains", OperatorOverrides.with_drain)
+    async def drain(self, name: str, migrates: bool = False) -> EngineView:
+        """Send no new requests to an engine. `migrates`: its streams move to other engines."""
+        step = partial(OperatorOverrides.with_drain, migrates=migrates)
+        return await self._change(name, "drains", step)
 
     async def resume(self, name: str) -> EngineView:
         return await self._change(name, "serves again", OperatorOverrides.without_drain)

@@ -123,6 +123,7 @@ class WorkerProcess:
         if weights != fleet.group_weights:
             fleet.set_group_weights(weights)
         self.registry.set_overrides(state.overrides)
+        self.gateway.migrating = frozenset(map(str, state.overrides.migrating))
         if state.store_keys and state.store_keys != before.store_keys and self.store is not None:
             self.store.use_signer(ValueSigner([key.encode() for key in state.store_keys]))
         if state.reloads != before.reloads:

@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
     add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help=text)
     text = f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN})."
     add("--admin", action="append", metavar="URL", help=text)
+    text = "Move running streams to other engines; default: they run to their end."
+    add("--migrate", action="store_true", help=text)
     add("--resume", action="store_true", help="End the drain: the engine gets requests again.")
     options = parser.parse_args(argv)
     return parser.run(lambda: _run(options))
@@ -65,7 +67,8 @@ def _run(options: argparse.Namespace) -> int:
     admins = [AdminClient(url, headers) for url in urls or [DEFAULT_ADMIN]]
     end = time.monotonic() + options.timeout
     with TerminalLine(sys.stdout) as progress:
-        engines = _post_to_all(admins, name, "resume" if options.resume else "drain")
+        drain = "drain?migrate=true" if options.migrate else "drain"
+        engines = _post_to_all(admins, name, "resume" if options.resume else drain)
         if options.resume:
             progress.show(f"{name} serves")
         elif not options.wait:

@@ -450,6 +450,12 @@ class Engine(EngineLoad):
         """No request waits for it, so it can be removed if it gets no new ones."""
         return self.in_flight == 0 and self.kv_leases == 0
 
+    @property
+    def may_lend(self) -> bool:
+        """It may lend prefixes of its cache. An engine that drains still may."""
+        is_draining = self.intent is Intent.DRAINING and self.health is Health.HEALTHY
+        return self.capabilities.lends and (self.is_available or is_draining)
+
     def update_availability(self) -> None:
         """Recompute `is_usable` and `is_available`: to be called after each change of the state."""
         self.is_usable = (

@@ -112,7 +112,8 @@ class Snapshot:
     has_turns: bool = False
     """A prefill engine may pull what a decode engine retains, and verifies what it pulls."""
     lenders: Sequence[Place] = ()
-    """The engines, or their data-parallel ranks, that lend prefixes of their caches."""
+    """The engines, or their data-parallel ranks, that lend prefixes of their caches. Some may be
+    draining."""
 
     def pools(self, model: object) -> Sequence[GroupPool]:
         """Return the pools for a request's model; empty if no usable engine serves it."""
@@ -679,8 +680,8 @@ def build_snapshot(
         all(_any_has_turns(usable, role) for role in (EngineRole.PREFILL, EngineRole.DECODE)),
         tuples.get(
             place
-            for engine in usable
-            if engine.capabilities.lends
+            for engine in engines
+            if engine.capabilities.lends and (engine.is_usable or engine.may_lend)
             for place in engine.ranks or (engine,)
         ),
     )

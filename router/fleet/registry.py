@@ -66,6 +66,8 @@ class OperatorOverrides:
     added: tuple[EngineSpec, ...] = ()
     draining: frozenset[Address] = frozenset()
     weights: Mapping[str, float] = field(default_factory=dict)
+    migrating: frozenset[Address] = frozenset()
+    """Of `draining`, the engines whose streams move to other engines."""
 
     def adds(self, address: Address) -> bool:
         return any(spec.address == address for spec in self.added)
@@ -78,11 +80,13 @@ class OperatorOverrides:
     def without_engine(self, address: Address) -> OperatorOverrides:
         return replace(self, added=tuple(s for s in self.added if s.address != address))
 
-    def with_drain(self, address: Address) -> OperatorOverrides:
-        return replace(self, draining=self.draining | {address})
+    def with_drain(self, address: Address, migrates: bool = False) -> OperatorOverrides:
+        """`migrates`: its streams move. A second drain of an engine may only add this."""
+        moved = self.migrating | {address} if migrates else self.migrating
+        return replace(self, draining=self.draining | {address}, migrating=moved)
 
     def without_drain(self, address: Address) -> OperatorOverrides:
-        return replace(self, draining=self.draining - {address})
+        return self.pruned(self.draining - {address})
 
     def with_weight(self, group: str, weight: float) -> OperatorOverrides:
         return replace(self, weights={**self.weights, group: weight})
@@ -94,7 +98,8 @@ class OperatorOverrides:
     def pruned(self, listed: Set[Address]) -> OperatorOverrides:
         """Return the overrides without drains of engines that no source lists: another engine may
         appear at such an address."""
-        return replace(self, draining=self.draining & listed)
+        left = self.draining & listed
+        return replace(self, draining=left, migrating=self.migrating & left)
 
 
 class WatchedSource:

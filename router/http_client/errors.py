@@ -11,6 +11,7 @@ UpstreamError
 ├── DisconnectedError            the connection was lost before the first byte of an answer
 │   └── StaleConnectionError     a reused connection, lost so soon that the engine had closed it
 ├── EngineLostError              the engine was declared dead during the request
+├── MigratedError                the router ended a stream, which another engine continues
 ├── AnswerTimeoutError           the engine did not answer in time
 │   └── SilenceError             the engine did not even begin to answer
 ├── BrokenAnswerError            not HTTP, truncated, or contradicting itself
@@ -81,6 +82,11 @@ class StaleConnectionError(DisconnectedError):
 class EngineLostError(UpstreamError):
     kind = "engine_lost"
     phrase = "was lost"
+
+
+class MigratedError(UpstreamError):
+    kind = "migrated"
+    phrase = "is being drained"
 
 
 class AnswerTimeoutError(UpstreamError):

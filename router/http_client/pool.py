@@ -15,6 +15,7 @@ which is for requests without side effects, does.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from time import monotonic as now
@@ -25,7 +26,7 @@ import httptools
 from router.common.deadlines import Deadlines
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.connecting import ConnectAttempt, EngineTls
-from router.http_client.engine_answer import EngineAnswer
+from router.http_client.engine_answer import EngineAnswer, Resumable
 from router.http_client.errors import (
     BrokenAnswerError,
     CompressedAnswerError,
@@ -183,10 +184,13 @@ class EnginePool:
         for connection in tuple(self._open):
             connection.fail(copy(error))
 
-    def fail_resumable(self, error: UpstreamError) -> None:
-        """Fail only the streams that another engine can continue."""
+    def fail_resumable(
+        self, error: UpstreamError, wanted: Callable[[Resumable], bool] = lambda buffer: True
+    ) -> None:
+        """Fail only the streams that another engine can continue, and of these the `wanted`."""
         for connection in tuple(self._open):
-            if connection.is_resumable:
+            buffer = connection.resumable
+            if buffer is not None and wanted(buffer):
                 connection.fail(copy(error))
 
     def close(self) -> None:
@@ -304,10 +308,10 @@ class EngineConnection(asyncio.Protocol):
         return answer
 
     @property
-    def is_resumable(self) -> bool:
-        """Return True if another engine can continue the stream that is running here."""
+    def resumable(self) -> Resumable | None:
+        """The record of the stream that is running here, if another engine can continue it."""
         buffer = None if self._answer is None else self._answer.resume_buffer
-        return buffer is not None and buffer.can_resume
+        return buffer if buffer is not None and buffer.can_resume else None
 
     def fail(self, error: UpstreamError) -> None:
         """Fail the running answer, if any, and abort the connection."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Container, Coroutine, Iterable, Sequence
+from collections.abc import Container, Coroutine, Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from random import random
 from typing import Any, Protocol
@@ -335,6 +335,8 @@ class Gateway:
         """Raises SettingsError for an engine's key that cannot be read."""
         self.settings = settings
         self.watch: RequestWatch | None = None
+        # The names of engines whose streams move elsewhere when they drain.
+        self.migrating: Set[str] = frozenset()
         self.limits = RequestLimits.of(settings)
         self.fleet = fleet
         self.metrics = metrics

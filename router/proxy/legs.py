@@ -22,7 +22,7 @@ from typing import ClassVar, Generic, NamedTuple, Self, TypeVar
 from router.fleet.engine import BOTH, DECODE, HALF_OPEN, PREFILL, Engine, EngineRole, Place
 from router.http_client.answer_limits import UNCOUNTED_BYTES
 from router.http_client.engine_answer import EngineAnswer
-from router.http_client.errors import BrokenAnswerError, UpstreamError
+from router.http_client.errors import BrokenAnswerError, MigratedError, UpstreamError
 from router.openai.answers import Json, is_rejection, parse_object
 from router.openai.errors import (
     EngineError,
@@ -56,7 +56,7 @@ from router.proxy.load_failure import (
     failure_in,
     take_failure_from_answer,
 )
-from router.proxy.loans import LegLoan, find_loan
+from router.proxy.loans import LegLoan, find_loan, find_stream_loan
 from router.proxy.messages import BodyHalves
 from router.proxy.queued_prefill import QueuedPrefill, queue_local_prefill, queue_prefill
 from router.proxy.ranks import rank_of_leg
@@ -453,6 +453,10 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         self._note_loading(pair)
         if run.prefiller is not None or pair is not None or threshold:
             return
+        if run.lender is not None:
+            self.loan = find_stream_loan(run, engine)
+            if self.loan is not None:
+                return
         if engine.capabilities.max_step_tokens:
             self._queued = queue_local_prefill(request, run.route, reuse, engine, self.place)
         if engine.capabilities.borrows and accept is None:
@@ -519,6 +523,8 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
 
     def failed(self, error: BaseException | None) -> bool:
         watch, failure = self._watch, self.run.load_failure
+        if isinstance(error, MigratedError):
+            self.run.lender = self.place
         if isinstance(error, EngineError) and watch is not None and watch.has_ended:
             error = LoadFailedError(NOT_LOADED, failure is not None and failure.is_of_pair)
         return super().failed(error)

@@ -2,7 +2,9 @@
 
 `find_loan` is called for engines that borrow, when a leg is about to be sent. The leg names the
 holders, and the engine asks them by itself. Its answer shows what it has borrowed, and corrects
-what the router believes. A leg that is tried again names none.
+what the router believes. A leg that is tried again names none, but for a stream that moves away
+from a drained engine: `find_stream_loan` names this engine, which still has the blocks of the
+prompt and of the answer.
 """
 
 from __future__ import annotations
@@ -13,8 +15,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from router.common.exact_json import dumps
 from router.fleet.capabilities import RankEndpoint
-from router.fleet.engine import DECODE, PREFILL, EngineRank, EngineRole, Place, engine_of
-from router.routing.holders import NamedHolders
+from router.fleet.engine import (
+    DECODE,
+    PREFILL,
+    Engine,
+    EngineRank,
+    EngineRole,
+    Place,
+    engine_of,
+)
+from router.routing.holders import LikelyHolder, NamedHolders
 from router.routing.policy import RoutingQuery
 from router.routing.prompt_chunks import has_media
 
@@ -42,7 +52,7 @@ class LegLoan:
     """The loan that one leg may get. `field` names its holders in the leg's params; `tokens` need
     not be computed if the engine gets it."""
 
-    def __init__(self, run: Run, loan: NamedHolders[Place], query: RoutingQuery) -> None:
+    def __init__(self, run: Run, loan: NamedHolders[Place], query: RoutingQuery | None) -> None:
         self._run, self._loan, self._query = run, loan, query
         self._began, self._is_over = now(), False
         self._report: BorrowedTokens | None = None
@@ -86,7 +96,7 @@ class LegLoan:
             record.borrowed_from, record.borrowed_tokens = holder.name, tokens
             gateway.fleet.unreachable_pairs.record_success(holder.name, reader.name)
         finder = gateway.routes.holders
-        if finder is not None and outcome != "failed":
+        if finder is not None and self._query is not None and outcome != "failed":
             finder.note_answer(self._loan, self._query, cached, lender)
             if tokens and not completion and prompt is not None and cached is not None:
                 moment, computed = now(), max(0, prompt - cached)
@@ -135,14 +145,10 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
         if place is reader:
             return own.expected_tokens(place.name)
         holder = engine_of(place)
-        if holder is engine or holder.group != engine.group or loan_endpoint(place) is None:
+        if holder is engine or not may_lend(place, engine):
             return 0
         if holder.models is not None and request.model not in holder.models:
             return 0  # a source may name one group for engines of several models
-        if not (holder.is_available and holder.capabilities.lends):
-            return 0
-        if not holder.capabilities.names_blocks_as(engine.capabilities):
-            return 0
         if pairs.failing and pairs.is_avoided(holder.name, engine.name, moment):
             return 0
         notes = route.decode_feedback if holder.role is DECODE else route.prefill_feedback
@@ -154,6 +160,37 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
         return None
     finder.note_named(loan, moment)
     return LegLoan(run, loan, own.query)
+
+
+def find_stream_loan(run: Run, reader: Engine) -> LegLoan | None:
+    """Return the loan of the blocks of a stream that has left a drained engine; None if the reader
+    cannot borrow them. Only the first leg after that gets it."""
+    can_borrow = may_borrow_stream(run, reader)
+    holder, run.lender, buffer = run.lender, None, run.resume.continued
+    if holder is None or buffer is None or not can_borrow:
+        return None
+    named = LikelyHolder(holder, buffer.num_all_tokens)
+    return LegLoan(run, NamedHolders([named], reader, 0, False), None)
+
+
+def may_borrow_stream(run: Run, reader: Engine) -> bool:
+    """Return True if the reader can borrow the blocks of a stream that has left a drained engine.
+    Adapters' KV is not lent."""
+    model, adapters = run.request.model, run.gateway.fleet.snapshot.adapters
+    if run.lender is None or (isinstance(model, str) and model in adapters):
+        return False
+    return reader.capabilities.borrows and may_lend(run.lender, reader)
+
+
+def may_lend(place: Place, reader: Engine) -> bool:
+    """Return True if an engine, which may be draining, lends its blocks to the reader."""
+    holder = engine_of(place)
+    return (
+        holder.may_lend
+        and holder.group == reader.group
+        and loan_endpoint(place) is not None
+        and holder.capabilities.names_blocks_as(reader.capabilities)
+    )
 
 
 def holder_entry(place: Place, tokens: int) -> dict[str, object]:

@@ -22,6 +22,7 @@ from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,
     DisconnectedError,
+    MigratedError,
     UpstreamError,
 )
 from router.openai.errors import (
@@ -68,7 +69,7 @@ def recover(run: Run, failed: LegFailure) -> Next:
     moment = now()
     if isinstance(error, PreemptedError):
         resume.take_back(error, engine)
-    else:
+    elif not isinstance(error, MigratedError):
         gateway.note_failure(engine, role, error)
     situation = Situation(
         has_started=request.exchange.started,

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
-from router.http_client.errors import UnreadableEventError
+from router.http_client.errors import MigratedError, UnreadableEventError
 from router.openai.errors import EngineRejectedError, PreemptedError, RejectedMidStreamError
 from router.proxy.first_token import (
     asks_one_token,
@@ -237,7 +237,7 @@ class ResumeState(Struct, eq=False):
         self._request.record.resumes += 1
         started = self._request.exchange.started
         if self.buffer is not None:
-            is_free = isinstance(error, PreemptedError)
+            is_free = isinstance(error, PreemptedError | MigratedError)
             self.buffer.note_resume(error.kind if started else "", is_free=is_free)
         if not started:
             self._gateway.metrics.resumes.add((error.kind, "resumed"))

@@ -107,6 +107,11 @@ class ResumeBuffer:
         return len(self._output_ids) // TOKEN_ID_CHARS
 
     @property
+    def num_all_tokens(self) -> int:
+        """How many tokens the prompt and the answer so far have."""
+        return len(self._prompt_ids) // TOKEN_ID_CHARS + self.num_tokens
+
+    @property
     def can_resume(self) -> bool:
         """True if another engine may be asked to continue the answer, and knows enough for it."""
         return self.is_complete and self.num_resumes < self._max_resumes

@@ -94,6 +94,8 @@ RULES = {
     "overloaded": Rule(Next.ELSEWHERE, Next.AFRESH, False),
     # The router allowed the engine to return the answer instead of preempting it: no failure.
     "preempted": Rule(Next.ELSEWHERE, Next.AFRESH, False, is_free=True),
+    # The router ended the leg, because the engine is drained.
+    "migrated": Rule(Next.ELSEWHERE, Next.AFRESH, False, is_free=True),
     # The same everywhere.
     "answer_too_large": Rule(Next.GIVE_UP, Next.GIVE_UP, False),
     "reader_stalled": Rule(Next.GIVE_UP, Next.GIVE_UP, False),
@@ -149,7 +151,7 @@ def decide(kind: str, leg: EngineRole, now: Situation, is_of_pair: bool = False)
         what = rule.decode
     # The retained KV of the last turn may be what failed. The same engine may do without it.
     may_be_turn = now.offered_turn and not rule.is_free
-    if kind == "stale":
+    if kind in ("stale", "migrated"):
         mark = Mark.NONE
     elif kind == "preempted" and now.returns_left > 0:
         mark = Mark.PREEMPTED

@@ -16,7 +16,7 @@ from msgspec import Struct
 from router.conversations.conversations import RecallOutcome, Turn
 from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
-from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole
+from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Place
 from router.fleet.kv_protocol import WITHOUT_VLLM_FIELDS, can_exchange
 from router.fleet.readiness import describe_lack
 from router.http_client.answer_limits import MemoryBudget, Reservation
@@ -92,6 +92,8 @@ class Run(Struct, eq=False):
     # The name of the prefill engine that the running decode leg loads from, or "".
     loads_from: str = ""
     load_failure: LoadFailure | None = None
+    # The drained engine that a stream has just left. It still has the stream's blocks.
+    lender: Place | None = None
     # Compares the first tokens of both engines; None for a request that is not compared.
     canary: Canary | None = None
     prompt_tokens: int | None = None
@@ -412,8 +414,9 @@ def describe_reason(run: Run, reason: str) -> str:
 
 
 def _planned(run: Run, order: Sequence[Engine], prefiller: Engine | None = None) -> Engine | None:
-    """Return the first engine of the plan, unless a leg has failed or the engine is not usable."""
-    if not order or run.failed or run.cannot_load or run.resume.preempted:
+    """Return the first engine of the plan, unless a leg has ended without the answer's end, or the
+    engine is not usable."""
+    if not order or run.failed or run.cannot_load or run.resume.preempted or run.resume.continued:
         return None
     engine = order[0]
     if not engine.is_available:

@@ -27,8 +27,8 @@ from time import monotonic as now
 from typing import Any
 
 from router.conversations.reuse import TurnOffer
-from router.fleet.engine import DECODE, PREFILL, Engine
-from router.http_client.errors import BrokenAnswerError, UpstreamError
+from router.fleet.engine import DECODE, PREFILL, Engine, engine_of
+from router.http_client.errors import BrokenAnswerError, MigratedError, UpstreamError
 from router.openai.errors import EngineRejectedError, PreemptedError
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.canary import choose_canary
@@ -46,6 +46,7 @@ from router.proxy.legs import (
     decode_leg,
     prefill_leg,
 )
+from router.proxy.loans import may_borrow_stream
 from router.proxy.plan import (
     DECODE_ONLY,
     ONE_TOKEN_ANSWER,
@@ -84,6 +85,8 @@ from router.proxy.turn_tokens import check_prompt_ids, find_prompt_ids
 PUSH_LEG_END_TIMEOUT_S = 5.0
 # Seconds after a prefill engine's answer in which its blocks certainly wait without a renewal.
 UNRENEWED_LEASE_S = 20.0
+# Why a decode engine gets no prefill engine for a stream whose blocks a drained engine lends.
+MIGRATED = "migrated"
 # Recorded for a turn that needed no prefill engine.
 DECODER_ALONE = TurnOffer("decoder_alone")
 
@@ -164,6 +167,12 @@ async def pull(run: Run) -> None:
         if run.suspects:
             await require_engines_alive(run)
         run.prefiller = None
+        if run.lender is not None:
+            decoder = select_decoder(run)
+            if decoder is not None and may_borrow_stream(run, decoder):
+                run.hold(engine_of(run.lender))  # it is not drained before its blocks are read
+                return await decode_only(run, MIGRATED)
+            run.lender = None
         prefiller = select_prefiller(run)
         if prefiller is None:
             if change_group(run):
@@ -231,7 +240,7 @@ async def decode_only(run: Run, reason: str) -> None:
         require_lone_decoder(run)
     run.gateway.metrics.decode_only.labels(reason).inc()
     run.request.record.without_transfer = describe_reason(run, reason)
-    if run.slot is not None and reason != ONE_TOKEN_ANSWER:
+    if run.slot is not None and reason not in (ONE_TOKEN_ANSWER, MIGRATED):
         run.slot.compute_at_decoder()
     # Without a prefill engine and a threshold, an answer and RESUME are the only results.
     if await _decode(run, None) is DecodePhase.RESUME:
@@ -293,7 +302,7 @@ async def push(run: Run) -> None:
         failed = await legs_together(run, prefiller, decoder, params)
         if failed is None:
             return None
-        if not isinstance(failed.error, PreemptedError):
+        if not isinstance(failed.error, PreemptedError | MigratedError):
             prefiller.capabilities.note_transfer_failed()
         await _recover(run, failed)
         if lacks_pair(run):

@@ -53,6 +53,7 @@ from router.http_client.connecting import EngineTls
 from router.http_client.pool import EnginePool, PoolLimits
 from router.openai import fastapi_errors
 from router.proxy.gateway import Gateway
+from router.proxy.migration import StreamMigrator
 from router.proxy.warmup import EAGER, EngineWarmer
 from router.server import index_page, proxied_endpoints, router_endpoints
 from router.server.middleware import AccessMiddleware, HttpMethodsMiddleware
@@ -167,7 +168,8 @@ async def _running(
     loop = asyncio.get_running_loop()
     state.deadlines.start(loop)
     files = (file.run for file in state.watched_files.values())
-    work = [state.registry.run, state.prober.run, *files, *background]
+    migrator = StreamMigrator(state.gateway)
+    work = [state.registry.run, state.prober.run, migrator.run, *files, *background]
     tasks = [loop.create_task(each()) for each in work]
     try:
         await state.registry.wait_for_sources(DISCOVERY_TIMEOUT_S)

@@ -67,6 +67,9 @@ class SelectionSettings(SettingsGroup):
         compares the first token of each request with temperature 0. 0: never.
     max_resumes: How often another decode engine continues a stream after a failure in mid-stream,
         and how often after a preemption return, if the engines support it. 0: never.
+    migrate_on_drain: Move the streams of a decode engine that drains to other engines, which read
+        the KV of each stream from the draining one. Needs our connector. Without it, streams run to
+        their end, unless an operator drains with --migrate.
     max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a
         token). A stream beyond the limit is not resumed. 0: no limit.
     prefill_policy: Policy that selects a prefill engine. Least_loaded goes by tokens in flight, and
@@ -105,6 +108,7 @@ class SelectionSettings(SettingsGroup):
     first_token: Annotated[Literal["auto", "decoder"], Lower] = "auto"
     kv_canary: fields.Share = 0.02
     max_resumes: Annotated[int, Field(ge=0, le=16)] = 2
+    migrate_on_drain: bool = False
     max_resume_memory: ByteSize = ByteSize(256 * MIB)
     prefill_policy: fields.Policy = "prefix"
     decode_policy: fields.Policy = "prefix"

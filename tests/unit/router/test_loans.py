@@ -222,16 +222,26 @@ async def test_nothing_is_named_without_the_setting_or_the_capabilities(
     await release(router, p)
 
 
-@pytest.mark.parametrize("state", ["short", "drained", "lost", "unreachable", "other keys"])
+async def test_a_holder_that_drains_still_lends(
+    start_lending: StartRouter, p: MockEngine, p2: MockEngine
+) -> None:
+    """The engines that take over need not compute the prefixes that it leaves."""
+    router = await start_lending()
+    router.gateway.fleet.set_intent(router.engine(p), Intent.DRAINING)
+    await router.complete(prompt=PROMPT)
+    assert [one["remote_engine_id"] for one in params_of(p2)["holders"]] == ["p-1"]
+    assert (loans(router, "granted"), router.engine(p).in_flight) == (1, 1)
+    await release(router, p)
+
+
+@pytest.mark.parametrize("state", ["short", "lost", "unreachable", "other keys"])
 async def test_holders_that_cannot_lend_are_not_named(
     start_lending: StartRouter, lending: LendingEngines, p: MockEngine, p2: MockEngine, state: str
 ) -> None:
     lending.rank["loan_scheme"] = "vllm 0.33 sha256 16"
     router = await start_lending()
     known, holder = router.gateway.fleet, router.engine(p)
-    if state == "drained":
-        known.set_intent(holder, Intent.DRAINING)
-    elif state == "lost":
+    if state == "lost":
         known.note_unreachable(holder, "gone")
     elif state == "unreachable":
         known.unreachable_pairs.record_failure(holder.name, router.engine(p2).name, now())
@@ -353,7 +363,7 @@ async def test_a_decode_engine_that_works_alone_borrows_and_its_client_sees_noth
     assert answer.status_code == 200
     assert "borrowed_tokens" not in answer.text
     assert not text or answer.json()["choices"][0]["text"] == text
-    assert [one["remote_engine_id"] for one in params_of(d2)["holders"]] == ["d-1"]
+    assert {one["remote_engine_id"] for one in params_of(d2)["holders"]} == {"d-1", "p-1"}
     assert "do_remote_decode" not in params_of(d2)
     assert (loans(router, "granted"), loans(router, "refused")) == (1, 0)
     assert router.metric("prefix_loan_tokens_total") == TOKENS

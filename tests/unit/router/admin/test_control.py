@@ -144,6 +144,18 @@ async def test_the_drain_of_what_is_taken_away_is_forgotten_at_once() -> None:
     assert (await control.add(NEW)).intent is Intent.SERVING
 
 
+async def test_streams_of_a_drained_engine_move_until_the_drain_ends() -> None:
+    control, _, _ = control_of([A, B])
+    await control.drain("a:1", migrates=True)
+    await control.drain("b:1")
+    assert control.state.overrides.migrating == {Address("a", 1)}
+    await control.drain("a:1")
+    assert control.state.overrides.migrating == {Address("a", 1)}
+    await control.resume("a:1")
+    assert control.state.overrides.migrating == frozenset()
+    assert control.state.overrides.draining == {Address("b", 1)}
+
+
 @pytest.mark.parametrize("name", ["b:1", "B:1", "b:1/"])
 async def test_an_engine_is_found_by_any_spelling(name: str) -> None:
     control, _, _ = control_of([A, B])

@@ -33,12 +33,13 @@ UNPROVEN = {
     "overloaded",
     "stale",
     "preempted",
+    "migrated",
     "kv_differs",
     "kv_load",
     "no_kv",
     "unserved_model",
 }
-FREE = NOTHING_DONE | {"stale", "preempted"}
+FREE = NOTHING_DONE | {"stale", "preempted", "migrated"}
 # What a client is told when there is nobody else to ask.
 TOLD = {"local": 503, "answer_too_large": 502}
 

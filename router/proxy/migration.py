@@ -1,0 +1,117 @@
+"""Moves the running streams of engines that drain to other engines.
+
+An engine drains in seconds if its streams do not run to their end there. The router ends the leg of
+a stream, and another decode engine continues the stream (`resume`). The drained engine still has
+the KV of the prompt and of the answer so far, so the other engine borrows these blocks
+(`loans.find_stream_loan`) and computes only what the last, incomplete block had. If it cannot
+borrow them, a prefill engine computes prompt and answer, as for a stream whose engine has crashed.
+
+Only streams that our connector reports token ids for are moved, and only while another engine can
+take them: all others run to their end. An engine lends at most an eighth of its cache at a time, so
+few streams move at once. The first one moves alone: the engines may have to connect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import NamedTuple
+
+from router.fleet.engine import DECODE, Engine, Intent
+from router.http_client.engine_answer import Resumable
+from router.http_client.errors import MigratedError
+from router.proxy.gateway import Gateway
+from router.proxy.resume import can_continue
+from router.proxy.resume_buffer import ResumeBuffer
+
+logger = logging.getLogger("disagg_router.fleet")
+# Seconds between two looks for streams that can move.
+SCAN_INTERVAL_S = 0.05
+MAX_CONCURRENT_MOVES = 4
+# An engine takes streams while the prompts of its requests need at most this share of its cache.
+FULL_SHARE = 0.75
+
+
+class Move(NamedTuple):
+    """A stream that leaves an engine. `num_resumes`: how often it had been resumed before."""
+
+    buffer: ResumeBuffer
+    num_resumes: int
+
+    @property
+    def is_over(self) -> bool:
+        """The other engine answers, or the request has ended."""
+        buffer = self.buffer
+        return buffer.is_full or (buffer.num_resumes > self.num_resumes and not buffer.resume_cause)
+
+
+class StreamMigrator:
+    """Moves streams in the background: those of all engines that drain, if `--migrate-on-drain` is
+    set, or else those of the engines that an operator drains in this way."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._moves: dict[Engine, list[Move]] = {}
+        self._has_moved: set[Engine] = set()
+        """The engines of which a stream has moved, so that others know them."""
+
+    async def run(self) -> None:
+        """Move streams until the task is cancelled."""
+        while True:
+            await asyncio.sleep(SCAN_INTERVAL_S)
+            try:
+                self.step()
+            except Exception:
+                logger.exception("the streams of a draining engine could not be moved")
+
+    def step(self) -> None:
+        """Begin to move some streams of each engine that drains."""
+        gateway = self._gateway
+        leaving = [
+            engine
+            for engine in gateway.fleet.engines
+            if engine.intent is Intent.DRAINING
+            and engine.in_flight
+            and (gateway.settings.migrate_on_drain or engine.name in gateway.migrating)
+        ]
+        self._has_moved.intersection_update(leaving)
+        self._moves = {engine: self._begin_moves(engine) for engine in leaving}
+
+    def _begin_moves(self, engine: Engine) -> list[Move]:
+        """Return the moves that run."""
+        before = self._moves.get(engine, [])
+        moves = [move for move in before if not move.is_over]
+        if len(moves) < len(before):
+            self._has_moved.add(engine)
+        room = (MAX_CONCURRENT_MOVES if engine in self._has_moved else 1) - len(moves)
+        takers = [one for one in self._gateway.fleet.engines if _takes_streams(one, engine)]
+
+        def may_move(buffer: Resumable) -> bool:
+            nonlocal room
+            if room <= 0 or not isinstance(buffer, ResumeBuffer) or buffer.by_request:
+                return False
+            tokens = buffer.num_all_tokens
+            if not any(
+                can_continue(one, DECODE, buffer) and _has_room(one, tokens) for one in takers
+            ):
+                return False
+            room -= 1
+            moves.append(Move(buffer, buffer.num_resumes))
+            return True
+
+        engine.pool.fail_resumable(MigratedError(f"{engine.name} is being drained"), may_move)
+        return moves
+
+
+def _takes_streams(engine: Engine, leaving: Engine) -> bool:
+    """Return True if the engine may continue streams of the one that leaves."""
+    serves = engine.models is None or (
+        leaving.models is not None and leaving.models <= engine.models
+    )
+    is_near = engine.group == leaving.group and engine.role.plays(DECODE)
+    return serves and is_near and engine.is_available
+
+
+def _has_room(engine: Engine, tokens: int) -> bool:
+    size = engine.cache_tokens
+    return not size or engine.total_tokens + tokens <= FULL_SHARE * size

@@ -1,0 +1,212 @@
+"""The streams of an engine that drains move to another engine. The engines are mock engines; real
+ones are in tests/integration/test_migration.py."""
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from router.fleet.engine import Engine, Intent
+from router.proxy.migration import StreamMigrator
+from router.proxy.retry import MAX_FAILED_LEGS
+from scripts.mock_engine import DONE, MockEngine, Peer, Received, chunk
+from tests.unit.router.conftest import StartRouter
+from tests.unit.router.harness import Router, eventually
+from tests.unit.router.mock_engine import running_engine
+from tests.unit.router.test_resume import (
+    LAST,
+    OURS,
+    PROMPT,
+    WORDS,
+    computes,
+    from_the_beginning_to,
+    legs,
+    texts_of,
+    to_the_end,
+    word_event,
+)
+
+RANK = {
+    "remote_host": "10.9.8.7",
+    "remote_port": 5600,
+    "tp_size": 1,
+    "lends": True,
+    "borrows": True,
+    "num_blocks": 10_000,
+    "block_size": 16,
+}
+
+
+def lends(name: str) -> dict[str, Any]:
+    return OURS | {"ranks": [RANK | {"remote_engine_id": name}]}
+
+
+@pytest.fixture
+async def d2() -> AsyncIterator[MockEngine]:
+    async with running_engine(to_the_end) as engine:
+        engine.identity = lends("d-2")
+        yield engine
+
+
+@pytest.fixture
+def start_router(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> StartRouter:
+    p.identity, d.identity, p.usual = OURS, lends("d-1"), computes
+    return functools.partial(start_router, ds=[d, d2], identified=True)
+
+
+async def stands_still(request: Received, peer: Peer) -> None:
+    await from_the_beginning_to(2, request, peer)
+    await peer.wait_left()
+
+
+def serve(router: Router, engine: Engine) -> None:
+    router.gateway.fleet.set_intent(engine, Intent.SERVING)
+
+
+def drain(router: Router, engine: Engine, *, migrates: bool = True) -> None:
+    """Apply what the admin API applies."""
+    router.gateway.migrating = frozenset((engine.name,)) if migrates else frozenset()
+    router.gateway.fleet.set_intent(engine, Intent.DRAINING)
+
+
+def resumes(router: Router) -> float:
+    return router.metric("resumes_total", kind="migrated", outcome="resumed")
+
+
+def has_moved(router: Router, times: int) -> bool:
+    return resumes(router) == times
+
+
+async def begin_stream(
+    router: Router, engine: Engine, other: Engine, num_words: int = 2
+) -> asyncio.Task[Any]:
+    """Return a stream at `engine` whose client has these words."""
+    drain(router, other, migrates=False)
+    stream = asyncio.create_task(router.stream())
+    size = 4 * (len(PROMPT) + num_words)
+    await eventually(lambda: router.gateway.memory.resume_buffers.size == size)
+    assert engine.in_flight == 1
+    serve(router, other)
+    return stream
+
+
+async def test_a_stream_of_a_drained_engine_moves_and_borrows_its_blocks(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start_router()
+    leaving, seen = router.engine(d), []
+
+    async def looks(request: Received, peer: Peer) -> None:
+        seen.append((leaving.in_flight, leaving.kv_leases))
+        await to_the_end(request, peer)
+
+    d.usual, d2.usual = stands_still, looks
+    stream = await begin_stream(router, leaving, router.engine(d2))
+    drain(router, leaving)
+    assert texts_of((await stream).text) == WORDS
+    assert len(legs(p)) == 1, "nothing is prefilled again"
+    params = legs(d2)[0].json["kv_transfer_params"]
+    assert params["holders"] == [
+        {
+            "remote_engine_id": "d-1",
+            "remote_host": "10.9.8.7",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "expected_tokens": len(PROMPT) + 2,
+        }
+    ]
+    assert params["begun"]["spoken"] == 2
+    assert seen == [(0, 1)], "the engine is drained once its blocks are read"
+    assert resumes(router) == 1
+    await router.settled()
+    assert (leaving.breaker.failures, leaving.is_idle) == (0, True)
+
+
+@pytest.mark.parametrize("who", ["leaving", "taking"])
+async def test_without_a_loan_a_prefill_engine_computes_the_stream(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, who: str
+) -> None:
+    d.usual = stands_still
+    (d if who == "leaving" else d2).identity = OURS
+    router = await start_router()
+    stream = await begin_stream(router, router.engine(d), router.engine(d2))
+    drain(router, router.engine(d))
+    assert texts_of((await stream).text) == WORDS
+    assert len(legs(p)) == 2
+    params = legs(d2)[0].json["kv_transfer_params"]
+    assert "holders" not in params
+    assert "remote_engine_id" in params
+
+
+async def test_a_stream_may_move_more_often_than_legs_may_fail(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    """In a rolling upgrade, it may move to the engine that is drained next."""
+
+    async def says_a_word(request: Received, peer: Peer) -> None:
+        begun = request.json["kv_transfer_params"].get("begun", {})
+        await from_the_beginning_to(begun.get("spoken", 0) + 1, request, peer)
+        await peer.wait_left()
+
+    router = await start_router()
+    here, there = router.engine(d), router.engine(d2)
+    d.usual = d2.usual = says_a_word
+    stream = await begin_stream(router, here, there, 1)
+    for number in range(1, MAX_FAILED_LEGS + 1):
+        if number == MAX_FAILED_LEGS:
+            d.usual = d2.usual = to_the_end
+        drain(router, here)
+        await eventually(functools.partial(has_moved, router, number))
+        serve(router, here)
+        here, there = there, here
+    assert texts_of((await stream).text) == WORDS
+
+
+@pytest.mark.parametrize("why", ["no other engine", "no migration", "full", "another model"])
+async def test_a_stream_that_no_engine_can_take_runs_to_its_end(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, why: str
+) -> None:
+    goes_on = asyncio.Event()
+
+    async def pauses(request: Received, peer: Peer) -> None:
+        await from_the_beginning_to(2, request, peer)
+        await goes_on.wait()
+        for number in range(2, len(WORDS)):
+            finish = LAST if number == len(WORDS) - 1 else None
+            await peer.send(chunk(word_event(request, number, finish)))
+        await peer.send(chunk(DONE) + b"0\r\n\r\n")
+
+    d.usual = pauses
+    if why == "another model":
+        d2.identity = lends("d-2") | {"renders": {"model": "2"}}
+    router = await start_router()
+    other = router.engine(d2)
+    stream = await begin_stream(router, router.engine(d), other)
+    if why == "no other engine":
+        drain(router, other)
+    if why == "full":
+        other.add_load(0, 150_000)
+    drain(router, router.engine(d), migrates=why != "no migration")
+    migrator = StreamMigrator(router.gateway)
+    for _ in range(3):
+        migrator.step()
+    goes_on.set()
+    assert texts_of((await stream).text) == WORDS
+    assert (resumes(router), legs(d2)) == (0, [])
+    if why == "full":
+        other.add_load(0, -150_000)
+
+
+async def test_the_setting_moves_the_streams_of_every_engine_that_drains(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    d.usual = stands_still
+    router = await start_router(migrate_on_drain=True)
+    stream = await begin_stream(router, router.engine(d), router.engine(d2))
+    drain(router, router.engine(d), migrates=False)
+    assert texts_of((await stream).text) == WORDS
+    assert resumes(router) == 1
