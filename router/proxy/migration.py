@@ -66,13 +66,13 @@ class StreamMigrator:
 
     def step(self) -> None:
         """Begin to move some streams of each engine that drains."""
-        gateway = self._gateway
+        gateway, moves_all = self._gateway, self._gateway.settings.migrate_on_drain
         leaving = [
             engine
-            for engine in gateway.fleet.engines
+            for engine in (gateway.fleet.engines if moves_all or gateway.migrating else ())
             if engine.intent is Intent.DRAINING
             and engine.in_flight
-            and (gateway.settings.migrate_on_drain or engine.name in gateway.migrating)
+            and (moves_all or engine.name in gateway.migrating)
         ]
         self._has_moved.intersection_update(leaving)
         self._moves = {engine: self._begin_moves(engine) for engine in leaving}
