@@ -41,6 +41,7 @@ Routes OpenAI requests to pairs of prefill and decode engines.
 Commands:
   serve       serve in front of running engines (the default, may be left out)
   drain       wait until an engine can be stopped without failing a request
+  drill       drain, freeze and kill an engine, and check that streams survive it
   status      show the engines, groups and load of a router
   doctor      check a fleet, and show what to do about each fault
   bench       put a bounded load on a router and measure it
@@ -62,6 +63,7 @@ COMMANDS = {
     "demo": "router.commands.demo.command",
     "doctor": "router.commands.doctor.command",
     "drain": "router.commands.drain",
+    "drill": "router.commands.drill.command",
     "key": "router.commands.key",
     "status": "router.commands.status",
     "why": "router.commands.why",

@@ -45,14 +45,12 @@ stopped.
 def main(argv: Sequence[str]) -> int:
     parser = CommandParser("disagg-router drain", DESCRIPTION)
     add = parser.add_argument
-    add("url", metavar="URL", help="The engine: http://host:port, or host:port.")
+    add_engine(parser)
     text = "Return when the engine is drained (the default), or at once."
     add("--wait", action=argparse.BooleanOptionalAction, default=True, help=text)
     text = "Longest wait (default: 600 s); then exit with 1, and the drain continues."
     seconds = number_in(0.001, 1e7, unit="s")
     add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help=text)
-    text = f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN})."
-    add("--admin", action="append", metavar="URL", help=text)
     text = "Move running streams to other engines; default: they run to their end."
     add("--migrate", action="store_true", help=text)
     add("--resume", action="store_true", help="End the drain: the engine gets requests again.")
@@ -61,14 +59,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    name = _engine_name(options.url)
-    urls = options.admin or os.environ.get(ADMIN_URL, "").replace(",", " ").split()
-    headers = token_headers("admin_token", os.environ)
-    admins = [AdminClient(url, headers) for url in urls or [DEFAULT_ADMIN]]
+    name, admins = engine_name(options.engine), admin_clients(options.admin)
     end = time.monotonic() + options.timeout
     with TerminalLine(sys.stdout) as progress:
         drain = "drain?migrate=true" if options.migrate else "drain"
-        engines = _post_to_all(admins, name, "resume" if options.resume else drain)
+        engines = post_to_all(admins, name, "resume" if options.resume else drain)
         if options.resume:
             progress.show(f"{name} serves")
         elif not options.wait:
@@ -82,6 +77,21 @@ def _run(options: argparse.Namespace) -> int:
                 engines = _poll_all(admins, name)
             progress.show(f"{name} is drained")
     return 0
+
+
+def add_engine(parser: CommandParser) -> None:
+    """Add the arguments that name an engine and the admin APIs of its routers."""
+    text = "The engine: http://host:port, or host:port."
+    parser.add_argument("engine", metavar="URL", help=text)
+    text = f"A router's admin API; repeat it for several routers (default: {DEFAULT_ADMIN})."
+    parser.add_argument("--admin", action="append", metavar="URL", help=text)
+
+
+def admin_clients(urls: Sequence[str] | None) -> list[AdminClient]:
+    """Return clients of these admin APIs, by default of those in ADMIN_URL. Raises UsageError."""
+    urls = urls or os.environ.get(ADMIN_URL, "").replace(",", " ").split()
+    headers = token_headers("admin_token", os.environ)
+    return [AdminClient(url, headers) for url in urls or [DEFAULT_ADMIN]]
 
 
 class AdminClient:
@@ -128,13 +138,23 @@ class AdminClient:
         content = parse_object(answer.content) or {}
         if answer.status_code == 200 and isinstance(content.get("drained"), bool):
             return content
+        raise self._error(answer.status_code, content)
+
+    def engines(self) -> list[dict[str, Any]]:
+        """Return the router's engines, each as an `EngineView` in JSON. Raises CommandError."""
+        answer = self._request("GET", "/admin/engines")
+        content = parse_object(answer.content) or {}
+        engines = content.get("engines")
+        if answer.status_code != 200 or not isinstance(engines, list):
+            raise self._error(answer.status_code, content)
+        return [engine for engine in engines if isinstance(engine, dict)]
+
+    def _error(self, status: int, content: Mapping[str, Any]) -> CommandError:
         text = error_message(content) or "is this the admin API?"
-        raise CommandError(f"{self.url} answers {answer.status_code}: {text}")
+        return CommandError(f"{self.url} answers {status}: {text}")
 
     def _names(self) -> str:
-        answer = parse_object(self._request("GET", "/admin/engines").content) or {}
-        engines = answer.get("engines") or ()
-        names = [str(e.get("name")) for e in engines if isinstance(e, dict)]
+        names = [str(engine.get("name")) for engine in self.engines()]
         if not names:
             return ", nor any other"
         more = len(names) - MAX_LISTED_ENGINES
@@ -142,7 +162,7 @@ class AdminClient:
         return f"; there are {listed}" + (f" and {more} more" if more > 0 else "")
 
 
-def _post_to_all(admins: Sequence[AdminClient], name: str, action: str) -> list[dict[str, Any]]:
+def post_to_all(admins: Sequence[AdminClient], name: str, action: str) -> list[dict[str, Any]]:
     """Post to all routers, even if one fails. Raises CommandError."""
     engines, problems = [], []
     for admin in admins:
@@ -177,7 +197,7 @@ def _status(name: str, engines: Sequence[Mapping[str, Any]]) -> str:
     return f"{name} drains: {running} running, {leases}"
 
 
-def _engine_name(given: str) -> str:
+def engine_name(given: str) -> str:
     """Return the engine's name, which is its address. Raises UsageError."""
     url = with_scheme(given)
     try:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 def _bench(options: argparse.Namespace) -> int:
     headers = key_headers(os.environ)
     url = router_url(options.url)
-    target = _target(url, headers)
+    target = target_of(url, headers)
     model = options.model or first_model(url, headers)
     plan = LoadPlan(
         model, options.requests, options.turns, options.words, options.tokens, options.seed
@@ -92,10 +92,11 @@ def _bench(options: argparse.Namespace) -> int:
     return 0 if figures.answered and not figures.failed else 1
 
 
-def _target(url: str, headers: Mapping[str, str]) -> Target:
+def target_of(url: str, headers: Mapping[str, str]) -> Target:
+    """Return the router at `url` with the client's credential. Raises UsageError."""
     parsed = http_url(url)
     if parsed is not None and parsed.scheme == "https":
-        text = "bench does not support https; use the router's plain HTTP address"
+        text = "https is not supported here; use the router's plain HTTP address"
         raise UsageError(f"{url}: {text}")
     if parsed is None or parsed.path.strip("/"):
         raise UsageError(f"{url!r} is not a router: give its address, as in {DEFAULT_URL}")
