@@ -45,6 +45,7 @@ Commands:
   status      show the engines, groups and load of a router
   doctor      check a fleet, and show what to do about each fault
   bench       put a bounded load on a router and measure it
+  plan        estimate how many engines a trace needs for TTFT and ITL goals
   key         make an API key for a client of the router
   demo        start engines and a router on this machine
   chat        chat with a model behind a router, and see how each answer came
@@ -65,6 +66,7 @@ COMMANDS = {
     "drain": "router.commands.drain",
     "drill": "router.commands.drill.command",
     "key": "router.commands.key",
+    "plan": "router.commands.plan.command",
     "status": "router.commands.status",
     "why": "router.commands.why",
 }

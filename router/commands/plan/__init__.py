@@ -1,0 +1,1 @@
+"""The command `disagg-router plan`: how many engines a trace of requests needs."""
