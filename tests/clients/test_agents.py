@@ -33,7 +33,7 @@ PACKAGES = {
     "opencode": "opencode-ai@1.18.33",
 }
 PLACE = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere")).parent / "agents"
-MODEL = "m"
+MODEL, CONTEXT = "m", 40_000
 RETAINED = {**KEPT, "prefix_proof": PROOF}
 NOTES = {"note.txt": "KIWI-4711", "other.txt": "FIG-1507"}
 PROMPT = "Read the files note.txt and other.txt with shell commands and repeat their content."
@@ -150,6 +150,7 @@ async def run_agent(scripted: Scripted, name: str, *command: str, **variables: s
         "TERM": "dumb",
         "ROUTER_URL": scripted.router.url,
         "MODEL": MODEL,
+        "CONTEXT": str(CONTEXT),
     }
     process = await asyncio.create_subprocess_exec(
         *command,
@@ -190,11 +191,16 @@ def assert_loop_was_whole(scripted: Scripted, printed: str) -> None:
     assert any(message["role"] == "tool" for message in reusing["messages"])
 
 
+def longest_answer(scripted: Scripted) -> int:
+    return max(int(request.json["max_tokens"]) for request in scripted.decoder.requests)
+
+
 @pytest.mark.timeout(900)
 async def test_claude_code_runs_a_tool_loop(scripted: Scripted) -> None:
     options = ["-p", PROMPT, "--dangerously-skip-permissions"]
     printed = await run_agent(scripted, "claude", CLAUDE_CODE, *options, IS_SANDBOX="1")
     assert_loop_was_whole(scripted, printed)
+    assert longest_answer(scripted) == CONTEXT // 4
 
 
 @pytest.mark.timeout(900)
@@ -219,3 +225,4 @@ async def test_opencode_runs_a_tool_loop(scripted: Scripted) -> None:
     offline = {"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"}
     printed = await run_agent(scripted, "opencode", OPENCODE, "run", PROMPT, **offline)
     assert_loop_was_whole(scripted, printed)
+    assert longest_answer(scripted) == CONTEXT // 4
