@@ -80,7 +80,9 @@ def fleet(launcher: Launcher, role: str) -> Iterator[Fleet]:
         yield made
 
 
-@pytest.mark.parametrize(("role", "more"), [("decode", ["--token-ids"]), ("prefill", [])])
+@pytest.mark.parametrize(
+    ("role", "more"), [("decode", ["--token-ids", "--migrate"]), ("prefill", [])]
+)
 def test_streams_survive_drain_freeze_and_kill(
     launcher: Launcher, role: str, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

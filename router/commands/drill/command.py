@@ -83,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
     add("--router", default=DEFAULT_URL, metavar="URL", help=f"(default: {DEFAULT_URL})")
     text = "Drain the engine and end the drain (the default)."
     add("--drain", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add("--migrate", action="store_true", help="The drain moves streams to other engines.")
     add("--freeze", metavar="COMMAND", help="Stops the engine's processes; needs --thaw.")
     add("--thaw", metavar="COMMAND", help="Lets them continue.")
     add("--kill", metavar="COMMAND", help="Kills the engine. Something must start it again.")
@@ -114,7 +115,8 @@ def _run(options: argparse.Namespace) -> int:
     fleet.check(options.force)
     model = options.model or first_model(url, headers)
     client = DrillClient(target, model, options.tokens, options.timeout, options.token_ids)
-    drill = Drill(fleet, client, options.ready_timeout)
+    drain = "drain?migrate=true" if options.migrate else "drain"
+    drill = Drill(fleet, client, options.ready_timeout, drain)
     asked = prompts(options.streams, options.words, seed=1)
     commands = {"freeze": options.freeze, "thaw": options.thaw, "kill": options.kill}
     steps = asyncio.run(
@@ -196,11 +198,12 @@ class DrilledFleet:
 
 @dataclass(slots=True)
 class Drill:
-    """Runs the steps. `ready_timeout` is in seconds."""
+    """Runs the steps. `ready_timeout` is in seconds, `drain` the admin API's action."""
 
     fleet: DrilledFleet
     client: DrillClient
     ready_timeout: float
+    drain: str = "drain"
     steps: list[Step] = field(default_factory=list)
     _doing: str = "asking for undisturbed answers"
     _began: float = field(default_factory=time.monotonic)
@@ -268,7 +271,7 @@ class Drill:
     async def _drain(self, step: Step) -> None:
         began = time.monotonic()
         try:
-            await asyncio.to_thread(self.fleet.post, "drain")
+            await asyncio.to_thread(self.fleet.post, self.drain)
             await self._wait(step, "drained", self.fleet.is_drained, self.ready_timeout)
             step.noticed_s = time.monotonic() - began
         finally:
