@@ -443,6 +443,8 @@ async def test_the_billing_line_does_not_spread_one_prompt_over_prefill_engines(
         decoder = await enter(running_engine(says_hello))
         settings = settings_for(p=prefillers, d=[decoder], prefill_policy="prefix")
         router = await enter(running_router(settings))
+        fleet = router.gateway.fleet
+        await eventually(lambda: all(engine.is_available for engine in fleet.engines))
         for number in range(8):
             asked = {**ASKED, "system": [text(f"{BILLING}{number};"), text("be kind. " * 200)]}
             assert (await router.client.post(PATH, json=asked)).status_code == 200
