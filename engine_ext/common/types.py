@@ -290,6 +290,16 @@ class Region:
         return self.members or (self.name,)
 
 
+class StateSection(NamedTuple):
+    """A part of a state's block that the tensor ranks divide among them as they divide KV heads. A
+    block is such sections, one behind the other."""
+
+    items: int
+    """Heads, or groups of channels, over all ranks. Of a single item every rank has a copy."""
+    size: int
+    """Bytes of an item."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheGeometry:
     """The layout of one rank's blocks, and the part of the model's KV that they hold."""
@@ -322,6 +332,8 @@ class CacheGeometry:
     may_load: bool = True
     """False if the host may reuse a block while a running step still writes into it. Then nothing
     is loaded into any block."""
+    state_sections: tuple[StateSection, ...] = ()
+    """Of a state's block, which all layers with a state have alike. Empty: not known."""
     lends: bool = False
     """The host lends what its prefix cache holds (engine_ext/scheduler/loans.py)."""
     max_model_len: int | None = None

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import NamedTuple
 
 import numpy as np
 
-from engine_ext.common.types import SHARED, CacheGeometry, Region
+from engine_ext.common.types import SHARED, STATE, CacheGeometry, Region, StateSection
 from engine_ext.layout.blocks import BlockShape, Box, LayoutError, joint_axes, piece_length, pieces
 from engine_ext.layout.plan import (
     ALONE,
@@ -15,10 +16,11 @@ from engine_ext.layout.plan import (
     MAX_ROWS,
     GroupTable,
     PeerLayout,
+    Pieces,
     PlanError,
     Side,
 )
-from engine_ext.layout.ranks import RankError, TensorRank, is_spare
+from engine_ext.layout.ranks import RankError, TensorRank, common_range, is_spare
 from engine_ext.wire.handshake import AgentMetadata
 
 SAME = "give both engines the same tensor parallel size, block size and KV cache layout"
@@ -109,9 +111,7 @@ def _check_layouts(ours: str, theirs: str, permute: bool) -> None:
 
 
 def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
-    sizes = ours, theirs = geometry.block_size, remote.block_size
-    if min(sizes) < 1 or max(sizes) % min(sizes) or max(sizes) // min(sizes) > MAX_RATIO:
-        raise PlanError(f"block_size differs: {ours} here, {theirs} there, not multiples")
+    ours, theirs = geometry.block_size, remote.block_size
     named = remote.group_block_sizes
     # A stock engine does not name them. Its blocks have as many bytes, or are refused.
     is_known = named is not None or remote.disagg_ext is not None
@@ -126,8 +126,10 @@ def _check_block_sizes(geometry: CacheGeometry, remote: AgentMetadata) -> None:
     if ours == theirs:
         differ = f"tokens of a kernel's block differ: {kernels[0]} here, {kernels[1]} there"
     every = {*geometry.block_sizes, theirs, *kernels[0], *kernels[1]}
-    if any(size % max(1, min(every)) or size > min(every) * MAX_RATIO for size in every):
-        raise PlanError(f"{differ}, not multiples")
+    pairs = zip(_block_sizes(geometry, remote), kernels[1], strict=True)
+    is_cut = min(every) > 0 and not any(size % kernel for size, kernel in pairs)
+    if not is_cut or max(every) > gcd(*every) * MAX_RATIO:
+        raise PlanError(f"{differ}, which cannot be cut into equal parts")
     if kernels[0] != kernels[1] and not geometry.is_cut_by_tokens:
         raise PlanError(
             f"{differ}, and {geometry.attn_backend_name} has all keys of a block before all values "
@@ -153,7 +155,7 @@ class _Rows:
 
     block_sizes: tuple[int, ...]
     units: tuple[int, ...]
-    """Tokens per unit, by group."""
+    """Tokens per unit, by group. A state is one unit."""
     rows: list[tuple[int, int, int, int, int]] = field(default_factory=list)
     size: int = 0
     starts: list[list[list[int]]] = field(init=False)
@@ -174,8 +176,10 @@ class _Rows:
             return range(len(self.units))
         return range(region.group, region.group + 1)
 
-    def add(self, region: Region, place: int, offset: int, length: int) -> None:
-        for group in self.groups_of(region):
+    def add(
+        self, region: Region, groups: Sequence[int], place: int, offset: int, length: int
+    ) -> None:
+        for group in groups:
             self.starts[group][place].append(self.size)
             self.num_blocks[group] = min(self.num_blocks[group], region.num_blocks)
         self.rows.append(
@@ -213,20 +217,28 @@ class _Matcher:
             geometry.block_size == remote.block_size
             and geometry.kernel_sizes == self._kernels
             and geometry.kv_cache_layout == remote.kv_cache_layout
-            and (us == them or geometry.num_kv_heads == 1)  # every rank has a single head
+            # Of a single head every rank has all, of a state it has not.
+            and (us == them or (geometry.num_kv_heads == 1 and not geometry.has_state))
         )
+        theirs = tuple(map(StateSection._make, remote.state_sections or ()))
+        self._sections = geometry.state_sections if theirs else ()
+        if self._sections:
+            _require("the sections of a state", self._sections, theirs)
         num_groups = len(geometry.group_windows)
         self._units = geometry.block_sizes
         if not self._moves_whole_blocks:  # no piece is of two of a kernel's blocks
-            self._units = (min(*geometry.kernel_sizes, *self._kernels),) * num_groups
-        self._ours = _Rows(geometry.block_sizes, self._units)
-        self._theirs = _Rows(_block_sizes(geometry, remote), self._units)
-        self._unit_bytes = [0] * num_groups
+            self._units = (gcd(*geometry.kernel_sizes, *self._kernels),) * num_groups
+        self._ours = _Rows(self._cut(geometry.block_sizes), self._units)
+        self._theirs = _Rows(self._cut(_block_sizes(geometry, remote)), self._units)
+        # By group, the bytes of each piece; 0 where another rank has a copy, which is moved.
+        self._read: list[list[int]] = [[] for _ in range(num_groups)]
+        self._written: list[list[int]] = [[] for _ in range(num_groups)]
         self._regions: dict[str, Region] = {}
         self._layers: list[str] = []
 
     def add(self, span: Span) -> None:
         ours, theirs = span.ours, span.theirs
+        groups = self._ours.groups_of(ours)
         self._regions[theirs.name] = theirs
         self._layers += (ours.layers[place] for place in span.our_layers)
         _require(f"KV-cache group of {ours.name}", ours.group, theirs.group)
@@ -241,33 +253,37 @@ class _Matcher:
             theirs.layers
         ):
             _require(f"block_len of {ours.name}", ours.block_len, theirs.block_len)
-            self._ours.add(ours, 0, 0, ours.block_len)
-            self._theirs.add(theirs, 0, 0, theirs.block_len)
-            self._count(ours, ours.block_len)
-        else:
-            self._add_pieces(span)
+            self._ours.add(ours, groups, 0, 0, ours.block_len)
+            self._theirs.add(theirs, groups, 0, 0, theirs.block_len)
+            self._count(groups, [ours.block_len], self._geometry.num_kv_heads)
+            return
+        states = [group for group in groups if self._geometry.group_windows[group] == STATE]
+        if others := [group for group in groups if group not in states]:
+            self._add_heads(span, others)
+        if states:
+            self._add_sections(span, states)
 
     def finish(self, has_same_regions: bool) -> PeerLayout:
-        spare = False, False
-        if (heads := self._geometry.num_kv_heads) is not None:
-            spare = is_spare(self._them, self._us, heads), is_spare(self._us, self._them, heads)
         return PeerLayout(
             tuple(self._regions.values()),
             self._ours.finish(),
             self._theirs.finish(),
             self._units,
             self._geometry.group_windows,
-            tuple(self._unit_bytes),
+            tuple(map(Pieces.of, self._read)),
+            tuple(map(Pieces.of, self._written)),
             tuple(self._layers),
-            spare[0] or not self._layers,
-            spare[1] or not self._layers,
             self._moves_whole_blocks and self._us == self._them and has_same_regions,
         )
 
-    def _add_pieces(self, span: Span) -> None:
-        here = self._box(self._geometry, span.ours, span.our_layers, self._us)
-        there = self._box(self._remote, span.theirs, span.their_layers, self._them)
-        (group, *_) = self._ours.groups_of(span.ours)
+    def _cut(self, block_sizes: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of each group's blocks, of which a state's is one unit."""
+        groups = zip(block_sizes, self._units, self._geometry.group_windows, strict=True)
+        return tuple(unit if window == STATE else size for size, unit, window in groups)
+
+    def _add_heads(self, span: Span, groups: Sequence[int]) -> None:
+        here = self._box(self._geometry, span.ours, span.our_layers, self._us, groups)
+        there = self._box(self._remote, span.theirs, span.their_layers, self._them, groups)
         name = f"bytes per head and token of {span.ours.name}"
         _require(name, here(0).shape.extents["C"], there(0).shape.extents["C"])
         joint = joint_axes(here(0), there(0))
@@ -276,14 +292,35 @@ class _Matcher:
             (self._ours, span.ours, here),
             (self._theirs, span.theirs, there),
         ):
-            for place in rows.places(group):
+            for place in rows.places(groups[0]):
                 for offset in pieces(box(place), joint):
-                    rows.add(region, place, offset, length)
-        self._count(span.ours, length * sum(1 for _ in pieces(here(0), joint)))
+                    rows.add(region, groups, place, offset, length)
+        lengths = [length for _ in pieces(here(0), joint)]
+        self._count(groups, lengths, self._geometry.num_kv_heads)
 
-    def _count(self, region: Region, unit_bytes: int) -> None:
-        for group in self._ours.groups_of(region):
-            self._unit_bytes[group] += unit_bytes
+    def _add_sections(self, span: Span, groups: Sequence[int]) -> None:
+        if not self._sections:
+            raise self._unknown("how a state is divided")
+        starts = [0, 0]
+        for items, size in self._sections:
+            held = self._us.heads(items), self._them.heads(items)
+            common = common_range(*held)
+            sides = (self._ours, span.ours), (self._theirs, span.theirs)
+            for side, (rows, region) in enumerate(sides):
+                offset = starts[side] + (common.start - held[side].start) * size
+                rows.add(region, groups, 0, offset, len(common) * size)
+                starts[side] += len(held[side]) * size
+            self._count(groups, [len(common) * size], items)
+        if starts[0] > span.ours.block_len or starts[1] > span.theirs.block_len:
+            raise PlanError(f"a state is longer than a block of {span.ours.name}")
+
+    def _count(self, groups: Sequence[int], lengths: Sequence[int], items: int | None) -> None:
+        """Record pieces with heads, or other items, of which several ranks may have copies."""
+        is_read = items is None or not is_spare(self._them, self._us, items)
+        is_written = items is None or not is_spare(self._us, self._them, items)
+        for group in groups:
+            self._read[group] += (length * is_read for length in lengths)
+            self._written[group] += (length * is_written for length in lengths)
 
     def _box(
         self,
@@ -291,21 +328,19 @@ class _Matcher:
         region: Region,
         layers: range,
         rank: TensorRank,
+        groups: Sequence[int],
     ) -> Callable[[int], Box]:
         """Return a function from a unit's place in the block to the box of its common heads."""
         held = self._heads(rank)
-        common = self._common_heads()
+        common = common_range(self._heads(self._us), self._heads(self._them))
         heads = range(common.start - held.start, common.stop - held.start)
         is_ours = engine is self._geometry
         by_group = self._geometry.kernel_sizes if is_ours else self._kernels
         rows = self._ours if is_ours else self._theirs
-        groups = rows.groups_of(region)
         sizes = {(by_group[g], rows.block_sizes[g], self._units[g]) for g in groups}
         if len(sizes) > 1:
             raise PlanError(f"the groups that share {region.name} have different blocks: {SAME}")
         ((size, block_size, unit),) = sizes
-        if size % unit:
-            raise PlanError(f"blocks of {block_size // size} kernel blocks cannot be cut: {SAME}")
         shape = BlockShape.of(
             engine.kv_cache_layout,
             region.block_len,
@@ -324,18 +359,14 @@ class _Matcher:
 
     def _heads(self, rank: TensorRank) -> range:
         if self._geometry.num_kv_heads is None:
-            needed = "how a state is divided" if self._geometry.has_state else "num_kv_heads"
-            raise PlanError(
-                f"the engines' memory is laid out differently, and {needed} is not known: {SAME}"
-            )
+            has_state = self._geometry.has_state
+            raise self._unknown("how a state is divided" if has_state else "num_kv_heads")
         return rank.heads(self._geometry.num_kv_heads)
 
-    def _common_heads(self) -> range:
-        ours, theirs = self._heads(self._us), self._heads(self._them)
-        common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
-        if not common:
-            raise RankError(f"ranks {self._us} here and {self._them} there share no heads")
-        return common
+    def _unknown(self, needed: str) -> PlanError:
+        return PlanError(
+            f"the engines' memory is laid out differently, and {needed} is not known: {SAME}"
+        )
 
 
 def _spans(local: Sequence[Region], remote: Sequence[Region], in_part: bool) -> Iterator[Span]:

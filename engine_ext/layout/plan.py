@@ -2,7 +2,7 @@
 
 Blocks are matched by token position, never by counting from the end of a list: block k of a request
 holds tokens [k * block_size, (k + 1) * block_size), with the block size of the group. If the block
-sizes of two engines differ, both are cut into units of the smaller size. If heads, layers or
+sizes of two engines differ, both are cut into units of their common divisor. If heads, layers or
 layouts differ, a unit is cut into the pieces that are contiguous in both engines. Engines with the
 same layout have one piece per region and block: the block itself.
 """
@@ -25,7 +25,7 @@ NULL_BLOCK = 0
 """The id that a group with a window lists where it holds no block."""
 
 MAX_RATIO = 1024
-"""The largest ratio of two block sizes."""
+"""The most units of a block."""
 MAX_UNITS = 1 << 22
 """The most units of one transfer."""
 MAX_ROWS = 1 << 17
@@ -76,10 +76,24 @@ class Batch(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Units of the smaller block size: the block and the place in it. Shapes: [units]."""
+    """Parts of blocks: the block and the place in it. Shapes: [units]."""
 
     blocks: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
+
+
+class Pieces(NamedTuple):
+    """The pieces of a group's units that move in one direction. The others are copies of what
+    another rank reads or writes."""
+
+    which: list[int]
+    num_bytes: int
+    """Of a unit."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Pieces":
+        """`lengths`: the bytes of each piece, 0 for one that does not move."""
+        return cls([piece for piece, length in enumerate(lengths) if length], sum(lengths))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +104,14 @@ class GroupTable:
     starts: Indices
     num_blocks: int
 
-    def indices(self, units: Units) -> Indices:
+    def indices(self, units: Units, pieces: Pieces) -> Indices:
         """Return the indices, piece after piece. Shape: [pieces * units]. Raises PlanError for a
         block outside the cache."""
         blocks = units.blocks
         if len(blocks) and not 0 <= blocks.min() <= blocks.max() < self.num_blocks:
             raise PlanError(f"block {blocks.max()} of {self.num_blocks}")
         places = [0] if len(self.starts) == 1 else units.places
-        indices: Indices = self.starts[places].T + blocks.astype(np.int32)
+        indices: Indices = self.starts[:, pieces.which][places].T + blocks.astype(np.int32)
         return indices.ravel()
 
 
@@ -127,19 +141,27 @@ class PeerLayout:
     units: tuple[int, ...]
     """Tokens per unit, by group."""
     windows: tuple[int | None, ...]
-    unit_bytes: tuple[int, ...]
-    """Bytes per unit, by group."""
+    read: tuple[Pieces, ...]
+    """What is read, by group."""
+    written: tuple[Pieces, ...]
+    """What is written, by group."""
     layers: tuple[str, ...] = ()
     """Our layers that the remote rank has."""
-    skips_read: bool = False
-    """Nothing is read from the remote rank: another rank holds the same heads and is read instead,
-    or this one has none of our layers."""
-    skips_write: bool = False
-    """Nothing is written to the remote rank: another rank of ours writes the same heads, or the
-    remote rank has none of our layers."""
     is_alike: bool = False
     """A remote block has exactly the bytes of a local one: the same tokens and heads of the same
     layers, in the same order."""
+
+    @property
+    def skips_read(self) -> bool:
+        """Nothing is read from the remote rank: another rank holds the same heads and is read
+        instead, or this one has none of our layers."""
+        return not any(pieces.which for pieces in self.read)
+
+    @property
+    def skips_write(self) -> bool:
+        """Nothing is written to the remote rank: another rank of ours writes the same heads, or the
+        remote rank has none of our layers."""
+        return not any(pieces.which for pieces in self.written)
 
     def to_read(
         self,
@@ -241,18 +263,18 @@ class PeerLayout:
             )
             for group, window in enumerate(self.windows)
         ]
-        tables = zip(self.local.groups, self.remote.groups, parts, strict=True)
+        moved = self.read if into_local else self.written
+        tables = zip(self.local.groups, self.remote.groups, parts, moved, strict=True)
         indices = [
-            (ours.indices(here), theirs.indices(there)) for ours, theirs, (here, there) in tables
+            (ours.indices(here, pieces), theirs.indices(there, pieces))
+            for ours, theirs, (here, there), pieces in tables
         ]
+        sizes = [(here.blocks, pieces) for (here, _), pieces in zip(parts, moved, strict=True)]
         return Batch(
             np.concatenate([here for here, _ in indices]),
             np.concatenate([there for _, there in indices]),
-            sum(len(np.unique(here.blocks)) for here, _ in parts),
-            sum(
-                len(here.blocks) * size
-                for size, (here, _) in zip(self.unit_bytes, parts, strict=True)
-            ),
+            sum(len(np.unique(blocks)) for blocks, pieces in sizes if pieces.which),
+            sum(len(blocks) * pieces.num_bytes for blocks, pieces in sizes),
         )
 
     def _pair(

@@ -44,6 +44,14 @@ class TensorRank(NamedTuple):
         return max(1, self.size // size)
 
 
+def common_range(ours: range, theirs: range) -> range:
+    """Return the heads, or other items, that two ranks both hold. Raises RankError for none."""
+    common = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+    if not common:
+        raise RankError(f"ranks with {ours} here and {theirs} there share no heads")
+    return common
+
+
 def is_spare(holder: TensorRank, reader: TensorRank, num_kv_heads: int) -> bool:
     """Return True if `holder` has only copies of what the reader reads from an earlier rank."""
     first = reader.faces(holder.size)[0]

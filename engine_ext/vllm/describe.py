@@ -35,6 +35,7 @@ from engine_ext.common.types import (
     CacheGeometry,
     EngineIdentity,
     Region,
+    StateSection,
     chunked,
 )
 from engine_ext.http import identity
@@ -46,6 +47,7 @@ from engine_ext.vllm.optional.loans import LENDING
 from engine_ext.vllm.optional.steps import STEP_BUDGET
 from engine_ext.vllm.optional.streams import STREAMS
 from engine_ext.vllm.optional.without_patch import LOOKAHEAD, SCHEDULER, STATE_LAYERS, STOCK_PEERS
+from engine_ext.vllm.state_sections import state_sections
 
 SCHEDULERS = "engine_ext.vllm.scheduler"
 """The module of our scheduler classes."""
@@ -267,6 +269,8 @@ def cache_geometry(
     stage, tp_rank = divmod(parallel.rank, parallel.tensor_parallel_size)
     backend = get_current_attn_backends(vllm_config)[0].get_name()
     sizes = _block_sizes(cache.block_size, kv_cache_config)
+    sections = _state_sections(vllm_config, kv_cache_config, kv_caches)
+    is_divided = bool(sections) or not _has_state(model)
     return CacheGeometry(
         block_size=lcm(*sizes) if sizes else cache.block_size,
         num_blocks=kv_cache_config.num_blocks,
@@ -275,10 +279,11 @@ def cache_geometry(
         group_block_sizes=sizes,
         group_kernel_sizes=_kernel_sizes(cache.block_size, kv_caches, kv_cache_config),
         is_cut_by_tokens=_is_cut_by_tokens(backend, model, kv_cache_config),
-        num_kv_heads=_num_kv_heads(model, kv_cache_config),
+        num_kv_heads=_num_kv_heads(model, kv_cache_config) if is_divided else None,
         tp_rank=tp_rank,
         pp_rank=stage % parallel.pipeline_parallel_size,
         group_windows=windows(kv_cache_config),
+        state_sections=sections,
         lends=why_not_lent(vllm_config, kv_cache_config) is None,
     )
 
@@ -336,17 +341,36 @@ def why_no_loans(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str
 
 def _num_kv_heads(model: ModelConfig, kv_cache_config: KVCacheConfig) -> int | None:
     """Return the heads of a layer over all ranks; 1 for latents, whose one vector every rank has,
-    of any size. None if the cache is not divided by heads, as a state is not, or if not every
-    layer's block has the same heads, each with the keys and values of the block's tokens: some
-    backends separate data from scales, or all keys from all values, and layers with other heads
-    may share the memory of a block."""
+    of any size. None if the cache is not divided by heads, or if not every layer's block has the
+    same heads, each with the keys and values of the block's tokens: some backends separate data
+    from scales, or all keys from all values, and layers with other heads may share the memory of a
+    block."""
     specs = _attention_specs(kv_cache_config)
-    if _has_state(model) or any(spec.num_head_slots is not None for spec in specs):
+    if any(spec.num_head_slots is not None for spec in specs):
         return None
     if all(isinstance(spec, LATENT) and spec.num_kv_heads == 1 for spec in specs):
         return 1
     heads = {(spec.num_kv_heads, spec.state_content_size_bytes) for spec in specs}
     return int(model.get_total_num_kv_heads()) if len(heads) <= 1 else None
+
+
+def _state_sections(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> tuple[StateSection, ...]:
+    """Return how the block of a state is divided. Where attention shares its memory, that is known
+    only if all its blocks are of one length, and no shorter, for a region has that of the longest
+    block."""
+    lengths: dict[bool, set[int]] = {True: set(), False: set()}
+    states = [spec for spec in _layer_specs(kv_cache_config) if isinstance(spec, STATES)]
+    for group in kv_cache_config.kv_cache_groups:
+        is_state = isinstance(next(iter(_layers_of(group.kv_cache_spec))), STATES)
+        caches = [kv_caches[name] for name in group.layer_names if name in kv_caches]
+        lengths[is_state] |= {cache.numel() * cache.element_size() for cache in caches}
+    longest = max(lengths[True], default=0)
+    if len(lengths[False]) > 1 or min(lengths[False], default=longest) < longest:
+        return ()
+    tp_size = vllm_config.parallel_config.tensor_parallel_size
+    return state_sections(states, tp_size, vllm_config.model_config.hf_text_config)
 
 
 def _attention_specs(kv_cache_config: KVCacheConfig) -> list[AttentionSpec]:

@@ -27,6 +27,7 @@ MAX_REFUSAL_BYTES = 4096
 MAX_REGIONS = 4096
 MAX_LAYERS = 4096
 MAX_FACTORS = 64
+MAX_SECTIONS = 256
 
 T = TypeVar("T")
 
@@ -34,6 +35,7 @@ Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Numbers = Annotated[list[Unsigned], msgspec.Meta(max_length=MAX_REGIONS)]
 Texts = Annotated[list[Text], msgspec.Meta(max_length=MAX_REGIONS)]
 Layers = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+Sections = Annotated[list[tuple[Unsigned, Unsigned]], msgspec.Meta(max_length=MAX_SECTIONS)]
 Challenge = Annotated[bytes, msgspec.Meta(max_length=256)]
 """It is sent back in the next request, which is bounded as well."""
 
@@ -113,6 +115,8 @@ class AgentMetadata(msgspec.Struct, kw_only=True):
     """Per KV-cache group, the tokens of a block, if groups differ."""
     group_kernel_sizes: Numbers | None = None
     """Per KV-cache group, the tokens of a kernel's block, if a block is several of these."""
+    state_sections: Sections | None = None
+    """The parts of a state's block, as `StateSection`, if they are known."""
 
 
 _PER_REGION = (

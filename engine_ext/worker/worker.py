@@ -314,4 +314,5 @@ class WorkerConnector:
             block_layers=[list(region.layers) for region in regions],
             region_tenants=[list(region.tenants) for region in regions],
             tensor_rank=(self._geometry.tp_rank, self._identity.tp_size),
+            state_sections=list(self._geometry.state_sections) or None,
         )

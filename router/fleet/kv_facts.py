@@ -203,11 +203,10 @@ def find_kv_difference(p: KvFacts, d: KvFacts) -> Difference | None:
             f"side_channel_secret_file missing at {without}",
             "give both engines the same side_channel_secret_file",
         )
-    for name in ("block_size", "tp_size"):
-        sizes = getattr(p, name), getattr(d, name)
-        if all(sizes) and max(sizes) % min(sizes):
-            text = f"{name} {sizes[0]} and {sizes[1]}"
-            return Difference(text, f"choose a {name} that is a multiple of the other engine's")
+    sizes = p.tp_size, d.tp_size
+    if all(sizes) and max(sizes) % min(sizes):
+        text = f"tp_size {sizes[0]} and {sizes[1]}"
+        return Difference(text, "choose a tp_size that is a multiple of the other engine's")
     return None
 
 

@@ -28,8 +28,8 @@ def of_blocks(prefill_size: str, decode_size: str) -> tuple[Description, Descrip
 
 pytestmark = pytest.mark.parametrize(
     ("prefiller", "decoder"),
-    [of_blocks("16", "64"), of_blocks("64", "16")],
-    ids=["16-64", "64-16"],
+    [of_blocks("16", "64"), of_blocks("64", "48")],
+    ids=["16-64", "64-48"],
     indirect=True,
     scope="module",
 )

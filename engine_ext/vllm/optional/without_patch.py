@@ -93,7 +93,8 @@ STATE_LAYERS = Feature(
     symbols(f"""
         - how a state is kept, typed and laid out. A state of another layout, or of other tokens,
             is loaded
-        {CACHES}:MambaSpec has mamba_cache_mode num_speculative_blocks
+        {CACHES}:MambaSpec has dtypes mamba_cache_mode mamba_type num_speculative_blocks shapes
+            tp_replicated
         {CONFIG}:CacheConfig has mamba_cache_dtype mamba_ssm_cache_dtype
         {CONFIG}:ModelConfig has is_attention_free is_hybrid
         vllm.envs has VLLM_SSM_CONV_STATE_LAYOUT

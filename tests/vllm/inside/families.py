@@ -336,8 +336,8 @@ def pages(rank: Rank) -> Iterator[tuple[str, torch.Tensor]]:
 def verdict(family: Family) -> str:
     try:
         ours, theirs = engine_of(family), [engine_of(family)]
-        if ours.geometry.num_kv_heads == 1:  # every rank has the same
-            theirs.append(engine_of(family, TensorRank(1, 2)))
+        if ours.geometry.num_kv_heads == 1:  # every rank has the same, and the first is read
+            theirs.append(engine_of(family, TensorRank(0, 2)))
         return "" if all(is_moved(ours, one) for one in theirs) else WRONG
     except (ValueError, PlanError) as error:
         return str(error)

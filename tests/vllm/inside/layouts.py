@@ -481,13 +481,14 @@ def _addresses(rows: Rows, descriptors: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
-def copy(layout: PeerLayout, batch: Batch) -> None:
+def copy(layout: PeerLayout, batch: Batch, *, is_write: bool = False) -> None:
     """Move what NIXL would."""
-    for (to, length), (source, same) in zip(
+    sides = [
         _addresses(layout.local.rows, batch.local.tolist()),
         _addresses(layout.remote.rows, batch.remote.tolist()),
-        strict=True,
-    ):
+    ]
+    targets, sources = sides[::-1] if is_write else sides
+    for (to, length), (source, same) in zip(targets, sources, strict=True):
         assert length == same
         ctypes.memmove(to, source, length)
 

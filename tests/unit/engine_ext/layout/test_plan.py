@@ -2,13 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine_ext.common.types import SHARED, STATE, CacheGeometry, Region, chunked, first_seen
+from engine_ext.common.types import (
+    SHARED,
+    STATE,
+    CacheGeometry,
+    Region,
+    StateSection,
+    chunked,
+    first_seen,
+)
 from engine_ext.layout.match import match_peer
 from engine_ext.layout.plan import (
     Batch,
@@ -93,7 +103,7 @@ def cases(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4])), draw(st.integers(1, 3))
     )
     sizes = draw(st.tuples(*[st.sampled_from([1, 2, 4, 8])] * 2))
-    block_sizes = draw(st.tuples(*[st.sampled_from([1, 2, 4])] * 2))
+    block_sizes = draw(st.tuples(*[st.sampled_from([1, 2, 4, 6])] * 2))
     layouts = draw(st.tuples(*[st.sampled_from(LAYOUTS)] * 2))
     num_blocks = draw(st.integers(9, 12))
     num_tokens = draw(st.integers(1, 8 * min(block_sizes)))
@@ -110,7 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
                 rank,
                 sizes[side],
                 padding=draw(st.sampled_from([0, 3])) if parts[side] == 1 else 0,
-                parts=min(parts[side], block_sizes[side]),
+                parts=gcd(parts[side], block_sizes[side]),
                 seed=side + 2 * rank,
             )
             for rank in range(sizes[side])
@@ -627,6 +637,55 @@ def test_a_state_is_one_block_whichever_tokens_are_read() -> None:
     assert carry_out(only, (caches[1], plan.remote), (caches[0], plan.local), write=False).any()
 
 
+SECTIONS = (StateSection(1, 2), StateSection(4, 3))
+"""A group, of which every rank has a copy, and heads."""
+
+
+def match_states(
+    us: TensorRank,
+    them: TensorRank,
+    ours: tuple[StateSection, ...] = SECTIONS,
+    theirs: tuple[StateSection, ...] = SECTIONS,
+    block_len: int = 14,
+) -> PeerLayout:
+    """A single layer, in blocks of that many bytes."""
+    geometry = replace(GEOMETRY, num_kv_heads=1, group_windows=(STATE,), state_sections=ours)
+    remote = metadata(1, block_lens=[block_len], state_sections=list(theirs) or None)
+    return match_peer(geometry, [replace(regions()[0], block_len=block_len)], remote, us, them)
+
+
+def test_of_a_state_each_rank_gets_its_heads_and_one_copy_of_what_all_have() -> None:
+    one = TensorRank(0, 1)
+    for rank in range(2):
+        wide = TensorRank(rank, 2)
+        gather, scatter = match_states(one, wide), match_states(wide, one)
+        for plan in (gather, scatter):
+            assert plan.local.rows[:, 1].tolist() == plan.remote.rows[:, 1].tolist() == [2, 6]
+        starts = gather.local.rows[:, 0] - gather.local.rows[0, 0]
+        assert starts.tolist() == [0, 2 + 6 * rank]
+        held = ((3,),), ((5,),)
+        assert gather.to_read(*held, 0, 9, 9).num_bytes == (6 if rank else 8)
+        assert gather.to_write(*held, 0, 9).num_bytes == 8
+        assert scatter.to_read(*held, 0, 9, 9).num_bytes == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"ours": ()}, "how a state is divided is not known"),
+        ({"theirs": ()}, "how a state is divided is not known"),
+        ({"theirs": SECTIONS[::-1]}, "sections of a state differs"),
+        ({"theirs": (StateSection(0, 2), SECTIONS[1])}, "sections of a state differs"),
+        ({"block_len": 13}, "longer than a block"),
+    ],
+)
+def test_a_state_is_not_divided_by_what_is_not_known_of_both(
+    change: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(PlanError, match=word):
+        match_states(TensorRank(0, 1), TensorRank(1, 2), **change)
+
+
 @pytest.mark.parametrize("ids", [(), (7, 8)])
 def test_a_state_in_more_or_fewer_blocks_is_refused(ids: tuple[int, ...]) -> None:
     caches = [replace(windowed(), windows=(None, STATE)) for _ in range(2)]
@@ -662,7 +721,7 @@ def test_kernel_blocks_of_the_same_size_need_not_be_cut_by_tokens() -> None:
 
 @pytest.mark.parametrize("sizes", [[0], [3], [-1], [1 << 40], [4, 4]])
 def test_kernel_blocks_that_fit_no_block_are_refused(sizes: list[int]) -> None:
-    with pytest.raises(PlanError, match=r"not multiples|number of KV-cache groups"):
+    with pytest.raises(PlanError, match=r"cannot be cut|number of KV-cache groups"):
         match_peer(GEOMETRY, regions(), metadata(group_kernel_sizes=sizes))
 
 

@@ -44,6 +44,7 @@ BESIDE = {
     "optional/answers/patch_requests": (RESUME,),
     "optional/answers/resumed_request": (RESUME,),
     "request_view": (STATE_LAYERS, PREEMPTION_RETURN),
+    "state_sections": (STATE_LAYERS,),
     "scheduler": (FAILURE_POLICY, LAST_WINDOW, LOAD_FAILURES),
     "pages": (RENDERS,),
     # Parsers are asked for the sake of replayed tokens.
@@ -54,7 +55,13 @@ have a probe of what it takes: they are on one by one."""
 
 NOT_VLLMS = {
     "of Python's": {"name", "put_nowait"},
-    "of torch's generators": {"device", "get_offset", "set_offset", "type"},
+    "of torch's types and generators": {
+        "device",
+        "get_offset",
+        "itemsize",
+        "set_offset",
+        "type",
+    },
     "of transformers'": {
         "_commit_hash",
         "backend_tokenizer",

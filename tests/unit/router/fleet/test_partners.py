@@ -46,7 +46,6 @@ def facts_of(name: str, role: EngineRole, found: object = None, **changes: Any) 
         (page(), page(compatibility_hash="cc33"), "compatibility hash aa11 and cc33"),
         (page(), page(transfer_modes=["push"]), "transfer modes pull and push"),
         (page(), page(versions={"extension": "3"}), "protocol extension 2 and 3"),
-        (page(), page(block_size=24), "block_size 16 and 24"),
         (page(tp_size=2), page(tp_size=3), "tp_size 2 and 3"),
         (
             page(side_channel_secret="required"),
@@ -68,7 +67,7 @@ def test_first_fact_that_differs_is_named(p: Any, d: Any, text: str) -> None:
     ("p", "d"),
     [
         (page(), page()),
-        (page(), page(block_size=64, tp_size=4)),
+        (page(), page(block_size=24, tp_size=4)),
         (page(), page(transfer_modes=["push", "pull"])),
         (page(side_channel_secret="mixed"), page()),
         (page(side_channel_secret="mixed"), page(side_channel_secret="required")),
