@@ -151,6 +151,8 @@ class AdminClient:
 
     def _error(self, status: int, content: Mapping[str, Any]) -> CommandError:
         text = error_message(content) or "is this the admin API?"
+        if status == 401:
+            text += f" (from {TOKEN}, or the file that {TOKEN_FILE} names)"
         return CommandError(f"{self.url} answers {status}: {text}")
 
     def _names(self) -> str:

@@ -126,8 +126,8 @@ def token_headers(setting: str, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the headers with the token from the variable of a setting, or from the file that its
     -file variable names; {} if neither is set. Raises UsageError."""
     variable, file_variable = variable_of(setting), variable_of(f"{setting}_file")
-    token = variables.get(variable)
-    if token is None and file_variable in variables:
+    token = variables.get(variable) or None
+    if token is None and variables.get(file_variable):
         path = Path(variables[file_variable])
         try:
             token = path.read_text(encoding="utf-8").strip()

@@ -143,6 +143,7 @@ def test_a_drill_does_not_begin_without_another_engine_or_with_a_command_that_fa
         assert main(made.arguments(*fails)) == 1
         page = capsys.readouterr().out
         assert f"ended with status 3: no such pod {made.name}" in page
-        with pytest.raises(SystemExit) as ended:
-            main(made.arguments("--freeze", "true"))
-        assert ended.value.code == 2
+        for wrong in (["--freeze", "true"], ["--no-drain"], ["--kill", "kill {pid}"]):
+            with pytest.raises(SystemExit) as ended:
+                main(made.arguments(*wrong))
+            assert ended.value.code == 2

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import re
 import shlex
 import signal
 import sys
@@ -56,6 +57,8 @@ POLL_INTERVAL_S = 0.2
 # command has ended.
 START_TIMEOUT_S, NOTICE_TIMEOUT_S, COMMAND_TIMEOUT_S = 30.0, 30.0, 120.0
 MAX_OUTPUT_TEXT = 300
+# What commands may name; see run_command.
+NAMES, PLACEHOLDER = ("name", "host", "port"), re.compile(r"(?<!\$)\{(\w+)\}")
 DESCRIPTION = f"""\
 Drains an engine while streams of the drill run, and with --freeze and --kill freezes and kills it.
 Each stream is compared with the answer that its prompt had before. Requests of clients at that
@@ -108,6 +111,14 @@ def main(argv: Sequence[str]) -> int:
 def _run(options: argparse.Namespace) -> int:
     if bool(options.freeze) != bool(options.thaw):
         raise UsageError("give --freeze and --thaw, or neither")
+    commands = {"freeze": options.freeze, "thaw": options.thaw, "kill": options.kill}
+    if not options.drain and not any(commands.values()):
+        raise UsageError("nothing to do: give --freeze and --thaw, or --kill")
+    for command in filter(None, commands.values()):
+        if unknown := [name for name in PLACEHOLDER.findall(command) if name not in NAMES]:
+            raise UsageError(
+                f"unknown {{{unknown[0]}}} in {command!r}: there are {{name}}, {{host}}, {{port}}"
+            )
     name, admins = engine_name(options.engine), admin_clients(options.admin)
     headers, url = key_headers(os.environ), router_url(options.router)
     target = target_of(url, headers)
@@ -118,10 +129,13 @@ def _run(options: argparse.Namespace) -> int:
     drain = "drain?migrate=true" if options.migrate else "drain"
     drill = Drill(fleet, client, options.ready_timeout, drain)
     asked = prompts(options.streams, options.words, seed=1)
-    commands = {"freeze": options.freeze, "thaw": options.thaw, "kill": options.kill}
-    steps = asyncio.run(
-        run_with_progress(drill.run(asked, options.drain, commands), drill.progress)
-    )
+    try:
+        steps = asyncio.run(
+            run_with_progress(drill.run(asked, options.drain, commands), drill.progress)
+        )
+    except KeyboardInterrupt:
+        print(f"interrupted: if {name} was drained or frozen, that has ended", file=sys.stderr)
+        raise
     subject = f"{fleet.role} engine {name} through {url}, {options.streams} streams of {model}"
     report = Report(subject, steps)
     painted = paint_for(sys.stdout)
@@ -218,7 +232,10 @@ class Drill:
         self, asked: Sequence[str], drains: bool, commands: Mapping[str, str | None]
     ) -> Sequence[Step]:
         """Return what each step has done. Raises CommandError without undisturbed answers."""
-        references = [await self.client.learn(prompt) for prompt in asked]
+        references: list[Reference] = []
+        for number, prompt in enumerate(asked, 1):
+            self._doing = f"asking for undisturbed answers, {number} of {len(asked)}"
+            references.append(await self.client.learn(prompt))
         actions = {
             "drain": (drains, self._drain),
             "freeze": (commands["freeze"], lambda step: self._freeze(step, commands)),
@@ -290,9 +307,8 @@ class Drill:
     async def _strike(self, step: Step, command: str) -> None:
         began = time.monotonic()
         await run_command(command, self.fleet.name)
-        await self._wait(
-            step, "lost, as the routers see it", self.fleet.is_noticed, NOTICE_TIMEOUT_S
-        )
+        what = "lost to the routers (has the command hit it?)"
+        await self._wait(step, what, self.fleet.is_noticed, NOTICE_TIMEOUT_S)
         step.noticed_s = time.monotonic() - began
 
     async def _wait(
@@ -321,7 +337,7 @@ async def run_command(command: str, name: str) -> None:
     It has a session of its own, so that Ctrl-C does not end a command that restores the engine.
     """
     host, _, port = name.rpartition(":")
-    for key, value in {"name": name, "host": host.strip("[]"), "port": port}.items():
+    for key, value in zip(NAMES, (name, host.strip("[]"), port), strict=True):
         command = command.replace(f"{{{key}}}", shlex.quote(value))
     with tempfile.TemporaryFile() as output:
         process = await asyncio.create_subprocess_shell(

@@ -80,13 +80,23 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     costs = _costs(options)
-    requests = [one._replace(at=one.at / options.load) for one in read_trace(options.trace)]
+    found, left_out = read_trace(options.trace)
+    requests = [one._replace(at=one.at / options.load) for one in found]
     plan = FleetPlan(requests, costs, options.ttft, options.itl)
     prefillers, decoders = plan.smallest(options.goodput)
     if options.json:
-        print(json.dumps(plan.content(prefillers, decoders)))
+        print(json.dumps({**plan.content(prefillers, decoders), "left_out": left_out}))
     else:
         print("\n".join(plan.page(options.trace.name, options.goodput, prefillers, decoders)))
+    if left_out:
+        share = (left_out + len(found)) / len(found)
+        text = (
+            f"{left_out} of {left_out + len(found)} requests are left out: the log has no counts of"
+        )
+        print(
+            f"{text} their tokens. If they are like the others, use --load {share:.2g}",
+            file=sys.stderr,
+        )
     sys.stdout.flush()
     return 0
 
@@ -133,9 +143,11 @@ def _capabilities(given: str) -> EngineCapabilities:
     answer = ask_router("GET", f"{url}{IDENTITY_PATH}")
     found = EngineCapabilities()
     found.note_identity(parse_object(answer.content) or {})
-    if answer.status_code != 200 or found.step_model is None:
-        text = "has measured no step model: send it prompts first, or give the costs as options"
-        raise CommandError(f"{url} {text}")
+    if answer.status_code != 200:
+        raise CommandError(f"{url} has no {IDENTITY_PATH}: give an engine with our connector")
+    if found.step_model is None:
+        text = "has measured no costs yet: a decode engine, or one of both roles, learns them by"
+        raise CommandError(f"{url} {text} prompts and answers. Options give them, too")
     return found
 
 

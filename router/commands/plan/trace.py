@@ -28,22 +28,28 @@ class TracedRequest(NamedTuple):
     blocks: Sequence[int] = ()
 
 
-def read_trace(path: Path) -> list[TracedRequest]:
-    """Return the requests in the order of their arrival. Lines of other kinds are left out, and
-    requests whose tokens are not known. Raises CommandError."""
+def read_trace(path: Path) -> tuple[list[TracedRequest], int]:
+    """Return the requests in the order of their arrival, and how many are left out because their
+    tokens are not known. Lines of other kinds do not count. Raises CommandError."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
-    found = sorted(filter(None, map(_request_in, lines)), key=lambda one: one.at)
-    if not found or found[-1].at <= found[0].at:
-        text = "no requests of Mooncake's format or of an access log in JSON, at different times"
-        raise CommandError(f"{path}: {text}")
-    return [one._replace(at=one.at - found[0].at) for one in found]
+    entries = [parse_object(line) or {} for line in lines]
+    read = list(map(_request_in, entries))
+    answered = (e.get("outcome") == "ok" and bool(e.get("decoder")) for e in entries)
+    left_out = sum(ok and one is None for ok, one in zip(answered, read, strict=True))
+    found = sorted(filter(None, read), key=lambda one: one.at)
+    if not found:
+        text = f"none of {len(lines)} lines is a request of Mooncake's format, or of an access log "
+        more = f" ({left_out} requests tell no tokens)" if left_out else ""
+        raise CommandError(f"{path}: {text}in JSON (--log-format json){more}")
+    if found[-1].at <= found[0].at:
+        raise CommandError(f"{path}: all requests have the same time, so they show no load")
+    return [one._replace(at=one.at - found[0].at) for one in found], left_out
 
 
-def _request_in(line: bytes) -> TracedRequest | None:
-    entry = parse_object(line) or {}
+def _request_in(entry: Mapping[str, Any]) -> TracedRequest | None:
     if entry.get("message") == ACCESS_MESSAGE:
         return _logged_request(entry)
     at, prompt = entry.get("timestamp"), count_in(entry, "input_length")

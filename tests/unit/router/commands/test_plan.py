@@ -42,22 +42,23 @@ def written(path: Path, *lines: bytes) -> Path:
 
 def test_traces_and_access_logs_are_read_by_arrival(tmp_path: Path) -> None:
     path = written(tmp_path / "trace", entry(3000, 700, 9, 1, 2), b"no JSON", b"{}", entry(1000))
-    assert read_trace(path) == [
+    assert read_trace(path)[0] == [
         TracedRequest(0.0, 1024, 10, 0, []),
         TracedRequest(2.0, 700, 9, 0, [1, 2]),
     ]
     first = Record("/v1/chat/completions", 10.0, ended=15.0, tokens=Tokens(100, 7, 30))
     second = Record("/v1/chat/completions", 11.5, ended=12.0, tokens=Tokens(50, 3, None))
-    unknown = Record("/v1/models", 11.0, ended=12.0)
+    unknown = Record("/v1/chat/completions", 11.0, ended=12.0, outcome="ok", decoder="d:1")
+    other = Record("/v1/models", 11.0, ended=12.0, outcome="ok")
     lines = [
         f'{{"time":"2026-11-30T10:00:{record.ended:02.0f}.000Z",{AccessLine(record, 0).json()}}}'
-        for record in (first, second, unknown)
+        for record in (first, second, unknown, other)
     ]
     path = written(tmp_path / "log", b'{"message":"starts"}', *map(str.encode, lines))
-    assert read_trace(path) == [
-        TracedRequest(0.0, 100, 7, 30),
-        TracedRequest(1.5, 50, 3, 0),
-    ]
+    assert read_trace(path) == (
+        [TracedRequest(0.0, 100, 7, 30), TracedRequest(1.5, 50, 3, 0)],
+        1,  # which told no tokens
+    )
 
 
 @given(st.lists(st.binary(max_size=60) | st.sampled_from([entry(1), entry(2), entry(-5)])))
@@ -66,7 +67,7 @@ def test_whatever_a_file_has_it_is_read_or_refused(
 ) -> None:
     path = written(tmp_path_factory.mktemp("trace") / "any", *lines)
     with contextlib.suppress(CommandError):
-        assert read_trace(path)[0].at == 0
+        assert read_trace(path)[0][0].at == 0
 
 
 def test_a_prefix_cache_holds_the_latest_prompts() -> None:
@@ -120,7 +121,7 @@ def test_the_estimate_is_near_the_simulation(
     speed = SPEEDS["qwen3-32b-h200"]
     model = StepModel(speed.base, speed.token, speed.token_context, speed.context)
     costs = EngineCosts(model, 8192, speed.kv_tokens, 2_000_000, 256, speed.nic_tokens_per_s)
-    estimated = FleetPlan(read_trace(path), costs, 1.0, 0.03).goodput(prefillers, decoders)
+    estimated = FleetPlan(read_trace(path)[0], costs, 1.0, 0.03).goodput(prefillers, decoders)
     setup = Setup("uniform", prefillers, decoders, 0, "prefix", "prefix", speed=speed,
         cache_tokens=2_000_000, arrivals=published(path, spread=False))  # fmt: skip
     answers = Simulation(setup).run().answers
@@ -153,7 +154,7 @@ async def test_the_costs_are_those_that_an_engine_has_measured(
     path = str(written(tmp_path / "t.jsonl", entry(0, 1000, 20), entry(9000, 1000, 20)))
     url = f"http://127.0.0.1:{p.port}"
     assert await asyncio.to_thread(main, [path, "--engine", url]) == 1
-    assert "has measured no step model" in capsys.readouterr().err
+    assert "has no /disagg/identity" in capsys.readouterr().err
     rank = {"step_model": STEP_MODEL, "max_num_seqs": 64}
     p.identity = {"capabilities": [], "ranks": [rank]}
     arguments = [path, "--engine", url, "--kv-tokens", "9999", "--ttft", "0.07", "--json"]
