@@ -453,8 +453,12 @@ class Engine(EngineLoad):
     @property
     def may_lend(self) -> bool:
         """It may lend prefixes of its cache. An engine that drains still may."""
-        is_draining = self.intent is Intent.DRAINING and self.health is Health.HEALTHY
-        return self.capabilities.lends and (self.is_available or is_draining)
+        return self.capabilities.lends and (self.is_available or self.is_draining)
+
+    @property
+    def is_draining(self) -> bool:
+        """It drains, and its streams still run."""
+        return self.intent is Intent.DRAINING and self.health is Health.HEALTHY
 
     def update_availability(self) -> None:
         """Recompute `is_usable` and `is_available`: to be called after each change of the state."""

@@ -525,6 +525,8 @@ class DecodeAccount(LegAccount[DecodeLegResult]):
         watch, failure = self._watch, self.run.load_failure
         if isinstance(error, MigratedError):
             self.run.lender = self.place
+            if self.run.resume.buffer is not None:
+                self.run.resume.buffer.left = self.engine
         if isinstance(error, EngineError) and watch is not None and watch.has_ended:
             error = LoadFailedError(NOT_LOADED, failure is not None and failure.is_of_pair)
         return super().failed(error)

@@ -164,10 +164,10 @@ def find_loan(run: Run, reader: Place, role: EngineRole) -> LegLoan | None:
 
 def find_stream_loan(run: Run, reader: Engine) -> LegLoan | None:
     """Return the loan of the blocks of a stream that has left a drained engine; None if the reader
-    cannot borrow them. Only the first leg after that gets it."""
+    cannot borrow them, or is this engine. Only the first leg after that gets it."""
     can_borrow = may_borrow_stream(run, reader)
     holder, run.lender, buffer = run.lender, None, run.resume.continued
-    if holder is None or buffer is None or not can_borrow:
+    if holder is None or buffer is None or not can_borrow or engine_of(holder) is reader:
         return None
     named = LikelyHolder(holder, buffer.num_all_tokens)
     return LegLoan(run, NamedHolders([named], reader, 0, False), None)

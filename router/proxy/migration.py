@@ -90,6 +90,8 @@ class StreamMigrator:
             nonlocal room
             if room <= 0 or not isinstance(buffer, ResumeBuffer) or buffer.by_request:
                 return False
+            if buffer.left is engine:  # no other engine took it
+                return False
             tokens = buffer.num_all_tokens
             if not any(
                 can_continue(one, DECODE, buffer) and _has_room(one, tokens) for one in takers

@@ -24,6 +24,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
+from router.fleet.engine import Engine
 from router.http_client.answer_limits import MemoryBudget
 from router.http_client.engine_answer import AnswerTap
 from router.http_client.sse import (
@@ -70,13 +71,14 @@ class ResumeBuffer:
     `is_full`: not everything could be recorded. `is_cut`: the engine ended the stream before the
     answer's end, perhaps with the event `error`. `is_preempted`: it did so for lack of KV blocks.
     `num_resumes`: how often another engine was to continue. `resume_cause`: why one is to, until it
-    does. `last` is the end of the stream, which the owner of the stream sends.
+    does. `last` is the end of the stream, which the owner of the stream sends. `left`: the drained
+    engine that the stream left last.
     """
 
     __slots__ = ("_created", "_ending", "_id", "_is_renaming", "_max_resumes", "_memory",
                  "_output_ids", "_prompt_ids", "_renamings", "_unsent", "error", "first_byte",
-                 "inner", "is_cut", "is_full", "is_preempted", "last", "num_resumes", "renders",
-                 "resume_cause")  # fmt: skip
+                 "inner", "is_cut", "is_full", "is_preempted", "last", "left", "num_resumes",
+                 "renders", "resume_cause")  # fmt: skip
     by_request: ClassVar[bool] = False
     """Another engine gets a request like the client's, and no `begun` (`id_resume`,
     `replay_buffer`)."""
@@ -85,6 +87,7 @@ class ResumeBuffer:
         self.renders = renders
         self.num_resumes, self.resume_cause = 0, ""
         self.first_byte: float | None = None
+        self.left: Engine | None = None
         self.inner: AnswerTap | None = None
         self.is_full = self.is_cut = self.is_preempted = False
         self.error = self.last = b""

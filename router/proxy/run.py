@@ -439,7 +439,8 @@ def _next_best(run: Run, role: EngineRole, prefiller: Engine | None) -> Engine |
 
 
 def _usable(run: Run, role: EngineRole) -> list[Engine]:
-    """Return the group's engines of a role that have not failed this request, best first."""
+    """Return the group's engines of a role that have not failed this request, best first. If none
+    can continue a stream that left a drained engine, this one does."""
     route = run.route
     order = route.prefillers if role is PREFILL else route.decoders
     known = (*order, *run.gateway.routes.others(run.request, route, role))
@@ -450,6 +451,9 @@ def _usable(run: Run, role: EngineRole) -> list[Engine]:
     buffer = run.resume.continued
     if buffer is not None:
         usable = [engine for engine in usable if can_continue(engine, role, buffer)]
+        left = buffer.left if role is DECODE and not usable else None
+        if left is not None and left.is_draining and left not in run.failed:
+            usable = [left]
     return sorted(usable, key=run.cannot_load.count) if run.cannot_load else usable
 
 

@@ -11,8 +11,9 @@ import pytest
 from router.fleet.engine import Engine, Intent
 from router.proxy.migration import StreamMigrator
 from router.proxy.retry import MAX_FAILED_LEGS
-from scripts.mock_engine import DONE, MockEngine, Peer, Received, chunk
+from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
+from tests.unit.router.engine_scripts import answer_after, fails
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.test_resume import (
@@ -21,6 +22,7 @@ from tests.unit.router.test_resume import (
     PROMPT,
     WORDS,
     computes,
+    dies_after,
     from_the_beginning_to,
     legs,
     texts_of,
@@ -210,3 +212,22 @@ async def test_the_setting_moves_the_streams_of_every_engine_that_drains(
     drain(router, router.engine(d), migrates=False)
     assert texts_of((await stream).text) == WORDS
     assert resumes(router) == 1
+
+
+@pytest.mark.parametrize("script", [fails, dies_after(0)])
+async def test_a_stream_that_the_other_engine_does_not_take_goes_back_and_stays(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, script: Script
+) -> None:
+    router = await start_router()
+    d.usual, d2.usual = stands_still, script
+    leaving = router.engine(d)
+    stream = await begin_stream(router, leaving, router.engine(d2))
+    goes_on = asyncio.Event()
+    d.usual = answer_after(goes_on, to_the_end)
+    drain(router, leaving)
+    await eventually(lambda: len(legs(d)) == 2)
+    goes_on.set()
+    assert texts_of((await stream).text) == WORDS
+    assert (len(legs(d2)), len(legs(d))) == (1, 2)
+    await router.settled()
+    assert (leaving.breaker.failures, leaving.is_idle) == (0, True)
