@@ -166,7 +166,7 @@ class DrilledFleet:
             ready = self._count_ready(engines)
             if ready < 2 and not is_forced:
                 text = f"no other {self.role} engine of group {self._group} is ready"
-                raise CommandError(f"{text}, so clients would get errors; --force begins anyway")
+                raise CommandError(f"{text}, so nothing takes its place; --force begins anyway")
 
     def begin_step(self) -> int:
         """Remember the state before a step. Return the number of legs that run at the engine."""
