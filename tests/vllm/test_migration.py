@@ -10,6 +10,7 @@ from tests.vllm.servers import OURS, SCHEDULER, Fleet, Kind
 
 PROMPTS = [text_of(length, 17_000 + length) for length in (400, 500, 600)]
 LONG = 1000
+BLOCK = 32  # as servers.py starts the engines
 RUNNING = r"vllm:num_requests_running\{.*\}"
 GENERATED = r"vllm:generation_tokens_total\{.*\}"
 LOANS = r'disagg_router_prefix_loans_total\{outcome="granted"\}'
@@ -38,6 +39,7 @@ def test_streams_of_a_drained_engine_move_and_their_blocks_are_not_computed_agai
         answers = all_streamed(router, PROMPTS, LONG, drain, seconds=200)
         assert differences(right, answers) == []
         assert metric(router, MOVED) == metric(router, LOANS) == len(PROMPTS)
-        assert metric(taking, COMPUTED) < len(PROMPTS), "the prompts are borrowed"
+        again = metric(taking, COMPUTED)
+        assert again < BLOCK * len(PROMPTS), "less than a block of each stream is computed again"
         generated = metric(leaving, GENERATED) + metric(taking, GENERATED)
         assert 0 <= generated - len(PROMPTS) * LONG <= 2 * len(PROMPTS), "each token once"
