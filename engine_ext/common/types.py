@@ -333,7 +333,7 @@ class CacheGeometry:
     """False if the host may reuse a block while a running step still writes into it. Then nothing
     is loaded into any block."""
     state_sections: tuple[StateSection, ...] = ()
-    """Of a state's block, which all layers with a state have alike. Empty: not known."""
+    """The sections of a state's block, equal for all layers with a state. Empty if unknown."""
     lends: bool = False
     """The host lends what its prefix cache holds (engine_ext/scheduler/loans.py)."""
     max_model_len: int | None = None

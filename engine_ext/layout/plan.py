@@ -88,7 +88,7 @@ class Pieces(NamedTuple):
 
     which: list[int]
     num_bytes: int
-    """Of a unit."""
+    """The bytes that move of each unit."""
 
     @classmethod
     def of(cls, lengths: Sequence[int]) -> "Pieces":
@@ -142,9 +142,9 @@ class PeerLayout:
     """Tokens per unit, by group."""
     windows: tuple[int | None, ...]
     read: tuple[Pieces, ...]
-    """What is read, by group."""
+    """The pieces of a unit that are read, by group."""
     written: tuple[Pieces, ...]
-    """What is written, by group."""
+    """The pieces of a unit that are written, by group."""
     layers: tuple[str, ...] = ()
     """Our layers that the remote rank has."""
     is_alike: bool = False

@@ -362,10 +362,12 @@ def _state_sections(
     block."""
     lengths: dict[bool, set[int]] = {True: set(), False: set()}
     states = [spec for spec in _layer_specs(kv_cache_config) if isinstance(spec, STATES)]
-    for group in kv_cache_config.kv_cache_groups:
-        is_state = isinstance(next(iter(_layers_of(group.kv_cache_spec))), STATES)
+    groups = zip(kv_cache_config.kv_cache_groups, _first_layers(kv_cache_config), strict=True)
+    for group, layer in groups:
         caches = [kv_caches[name] for name in group.layer_names if name in kv_caches]
-        lengths[is_state] |= {cache.numel() * cache.element_size() for cache in caches}
+        lengths[isinstance(layer, STATES)] |= {
+            cache.numel() * cache.element_size() for cache in caches
+        }
     longest = max(lengths[True], default=0)
     if len(lengths[False]) > 1 or min(lengths[False], default=longest) < longest:
         return ()

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from engine_ext.common.types import StateSection
 
 NUM_GROUPS = ("n_groups", "mamba_n_groups", "mamba_ngroups")
-"""What models' configurations call the groups of Mamba-2."""
+"""The names of the number of Mamba-2 groups in model configurations."""
 
 
 def state_sections(

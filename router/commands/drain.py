@@ -62,8 +62,8 @@ def _run(options: argparse.Namespace) -> int:
     name, admins = engine_name(options.engine), admin_clients(options.admin)
     end = time.monotonic() + options.timeout
     with TerminalLine(sys.stdout) as progress:
-        drain = "drain?migrate=true" if options.migrate else "drain"
-        engines = post_to_all(admins, name, "resume" if options.resume else drain)
+        action = "resume" if options.resume else drain_action(options.migrate)
+        engines = post_to_all(admins, name, action)
         if options.resume:
             progress.show(f"{name} serves")
         elif not options.wait:
@@ -162,6 +162,11 @@ class AdminClient:
         more = len(names) - MAX_LISTED_ENGINES
         listed = ", ".join(names[:MAX_LISTED_ENGINES])
         return f"; there are {listed}" + (f" and {more} more" if more > 0 else "")
+
+
+def drain_action(migrates: bool) -> str:
+    """Return the action of the admin API that drains an engine."""
+    return "drain?migrate=true" if migrates else "drain"
 
 
 def post_to_all(admins: Sequence[AdminClient], name: str, action: str) -> list[dict[str, Any]]:

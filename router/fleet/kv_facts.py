@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 # The most factors of a page that are kept, and the longest text in characters.
+IDENTITY_PATH = "/disagg/identity"
 MAX_FACTORS = 64
 MAX_TEXT = 80
 SHOWN_HASH_CHARS = 12

@@ -32,6 +32,7 @@ import orjson
 from router.fleet.engine import PREFILL, Engine, Health
 from router.fleet.fleet import Fleet, ProcessIdentity
 from router.fleet.kv_facts import (
+    IDENTITY_PATH,
     READ_METRICS,
     RankFacts,
     ranks_of_metrics,
@@ -227,7 +228,7 @@ class Prober:
         """Fetch the identity page. Engines other than ours have none, or a strange one; their
         metrics tell the size of their cache and their data-parallel ranks. Raises UpstreamError if
         there was no answer."""
-        answer = await self._get(engine, "/disagg/identity")
+        answer = await self._get(engine, IDENTITY_PATH)
         content = json_of(answer)
         ranks: Sequence[RankFacts] = ()
         process = ProcessIdentity()

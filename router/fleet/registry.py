@@ -67,7 +67,7 @@ class OperatorOverrides:
     draining: frozenset[Address] = frozenset()
     weights: Mapping[str, float] = field(default_factory=dict)
     migrating: frozenset[Address] = frozenset()
-    """Of `draining`, the engines whose streams move to other engines."""
+    """The engines in `draining` whose streams move to other engines."""
 
     def adds(self, address: Address) -> bool:
         return any(spec.address == address for spec in self.added)

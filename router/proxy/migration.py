@@ -23,13 +23,12 @@ from router.http_client.errors import MigratedError
 from router.proxy.gateway import Gateway
 from router.proxy.resume import can_continue
 from router.proxy.resume_buffer import ResumeBuffer
+from router.routing.policy import is_full
 
 logger = logging.getLogger("disagg_router.fleet")
 # Seconds between two looks for streams that can move.
 SCAN_INTERVAL_S = 0.05
 MAX_CONCURRENT_MOVES = 4
-# An engine takes streams while the prompts of its requests need at most this share of its cache.
-FULL_SHARE = 0.75
 
 
 class Move(NamedTuple):
@@ -53,7 +52,7 @@ class StreamMigrator:
         self._gateway = gateway
         self._moves: dict[Engine, list[Move]] = {}
         self._has_moved: set[Engine] = set()
-        """The engines of which a stream has moved, so that others know them."""
+        """Engines from which a stream has moved, so that others are connected to them."""
 
     async def run(self) -> None:
         """Move streams until the task is cancelled."""
@@ -94,7 +93,7 @@ class StreamMigrator:
                 return False
             tokens = buffer.num_all_tokens
             if not any(
-                can_continue(one, DECODE, buffer) and _has_room(one, tokens) for one in takers
+                can_continue(one, DECODE, buffer) and not is_full(one, tokens) for one in takers
             ):
                 return False
             room -= 1
@@ -112,8 +111,3 @@ def _takes_streams(engine: Engine, leaving: Engine) -> bool:
     )
     is_near = engine.group == leaving.group and engine.role.plays(DECODE)
     return serves and is_near and engine.is_available
-
-
-def _has_room(engine: Engine, tokens: int) -> bool:
-    size = engine.cache_tokens
-    return not size or engine.total_tokens + tokens <= FULL_SHARE * size

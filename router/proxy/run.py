@@ -440,7 +440,7 @@ def _next_best(run: Run, role: EngineRole, prefiller: Engine | None) -> Engine |
 
 def _usable(run: Run, role: EngineRole) -> list[Engine]:
     """Return the group's engines of a role that have not failed this request, best first. If none
-    can continue a stream that left a drained engine, this one does."""
+    can continue a stream that left a drained engine, the drained engine is returned."""
     route = run.route
     order = route.prefillers if role is PREFILL else route.decoders
     known = (*order, *run.gateway.routes.others(run.request, route, role))

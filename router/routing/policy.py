@@ -17,6 +17,9 @@ from router.routing.prompt_chunks import MASK, MIXER
 MAX_ORDERED = 3
 MAX_CACHED_TUPLES = 16
 SAMPLE_SIZE = 64
+# An engine is full if the prompts of its running requests need more than this of its KV cache:
+# answers need room, too.
+FULL_SHARE = 0.75
 # Share of a KV cache that counts as left in a full one. Prompts may share what they need.
 MIN_ROOM = 0.02
 T = TypeVar("T")
@@ -294,6 +297,12 @@ class PowerOfTwo(Policy):
         else:
             is_behind = crowding(other, query.tokens) < crowding(one, query.tokens)
         return [other, one] if is_behind else [one, other]
+
+
+def is_full(engine: Candidate, tokens: int) -> bool:
+    """Return True if the engine's KV cache has no room for `tokens` more prompt tokens. False
+    if its size is unknown."""
+    return engine.total_tokens + tokens > FULL_SHARE * engine.cache_tokens > 0
 
 
 def crowding(engine: Candidate, tokens: int) -> float:

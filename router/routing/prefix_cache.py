@@ -28,6 +28,7 @@ from router.routing.policy import (
     RoutingQuery,
     crowding,
     filled,
+    is_full,
     load,
     mix,
     prefill_load,
@@ -43,9 +44,6 @@ CHOICES_PER_COMPARISON = 64
 MAX_COMPARED = 8
 # After this many consecutive answers that contradict the index, it forgets the engine.
 MAX_STRIKES = 3
-# An engine is full if the prompts of its running requests need more than this of its KV cache:
-# answers need room, too.
-FULL_SHARE = 0.75
 # The unanswered prompts of one engine that are remembered.
 MAX_UNANSWERED = 32
 # One in so many prompts tests what other routers have sent, while no guess is right.
@@ -140,9 +138,9 @@ class PrefixAffinity(Policy):
             is_busy = first.total_legs >= self._bound.floor and self._bound.is_overloaded(
                 first, candidates, mix(query.turn)
             )
-            is_full = first.total_tokens + query.tokens > FULL_SHARE * first.cache_tokens > 0
+            full = is_full(first, query.tokens)
             if not is_busy and not (
-                (is_full or bits.unequal) and self._is_crowded(first, candidates, query, is_full)
+                (full or bits.unequal) and self._is_crowded(first, candidates, query, full)
             ):
                 return _with_stand_in(first, candidates, query.turn)
             overloaded.append(first)
@@ -151,12 +149,12 @@ class PrefixAffinity(Policy):
         return filled([], self._by_load.order(candidates, query), overloaded)
 
     def _is_crowded(
-        self, engine: E, candidates: Sequence[E], query: RoutingQuery, is_full: bool
+        self, engine: E, candidates: Sequence[E], query: RoutingQuery, full: bool
     ) -> bool:
         """Return True if another engine has clearly more room in its KV cache. Engines with caches
         of equal size are compared only if this one is full."""
         other, tokens = self._by_load.order(candidates, query)[0], query.tokens
-        if engine.cache_tokens == other.cache_tokens and not is_full:
+        if engine.cache_tokens == other.cache_tokens and not full:
             return False
         return crowding(engine, tokens) > self._bound.factor * crowding(other, tokens)
 
@@ -217,6 +215,8 @@ class PrefixAffinity(Policy):
         self._unanswered.pop(name, None)
         self._index.forget(name)
         self._registered.clear()
+        self._rendezvous.forget()
+        self._last_guesses = ()
 
     def expected_tokens(self, name: str, query: RoutingQuery) -> int:
         """Return the tokens without those that only unanswered prompts will bring."""
@@ -272,7 +272,9 @@ class PrefillCost(PrefixAffinity):
         for held, guessed in guesses:
             costs.append((self._cost_of(guessed, tokens - held, share), guessed))
         least, among = costs[0][0], bits.all
-        while one is not None and len(costs) < len(idle) + len(guesses) + MAX_COMPARED:
+        for _ in range(MAX_COMPARED):
+            if one is None:
+                break
             cost = self._cost_of(one, tokens - depth * TOKENS_PER_CHUNK, share)
             costs.append((cost, one))
             least, among = min(least, cost), among & ~engines
@@ -322,8 +324,6 @@ class PrefillCost(PrefixAffinity):
     def forget(self, name: str) -> None:
         super().forget(name)
         self._token_s.pop(name, None)
-        self._rendezvous.forget()
-        self._last_guesses = ()
 
 
 def _with_stand_in(first: E, candidates: Sequence[E], turn: int) -> list[E]:

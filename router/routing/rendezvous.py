@@ -1,4 +1,4 @@
-"""Where routers that share nothing send the same prompt.
+"""Chooses the same engines for a prompt in all routers that share no state.
 
 A router without a common Redis knows only what it has sent itself, and several such routers send
 each prefix to every engine. So the chunks at which a prompt's length passes a power of two name one

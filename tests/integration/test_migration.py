@@ -1,5 +1,5 @@
 """The streams of a drained decode engine move to another one, which borrows their blocks: real
-engines over NIXL. The oracle is one engine that nobody disturbed."""
+engines over NIXL. The oracle is an engine without disturbances."""
 
 import httpx
 import pytest

@@ -1,7 +1,6 @@
 """Where our code says that a block lies, for each of vLLM's attention backends for CUDA: the cache
 is allocated by vLLM, in host memory, so no GPU is needed, and no kernel runs."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 
 from tests.vllm.releases import BUILD, NEXT, python_of
 from tests.vllm.servers import Fleet
-from tests.vllm.test_releases import run_inside
+from tests.vllm.test_releases import results_inside
 
 RIGHT, WRONG = "right", "wrong"
 """As tests/vllm/inside/layouts.py says. Everything else is the error that we refuse with."""
@@ -104,10 +103,8 @@ ELSEWHERE = (
 def found(
     request: pytest.FixtureRequest, fleet: Fleet, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    results = tmp_path_factory.mktemp("layouts") / "results.json"
-    run_inside(python_of(fleet, request.param), "tests.vllm.inside.layouts", str(results))
-    read: dict[str, Any] = json.loads(results.read_text())
-    return read
+    folder = tmp_path_factory.mktemp("layouts")
+    return results_inside(python_of(fleet, request.param), folder, "tests.vllm.inside.layouts")
 
 
 @pytest.mark.parametrize("kind", KINDS)

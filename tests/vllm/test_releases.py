@@ -38,13 +38,19 @@ def run_inside(python: Path, *arguments: str) -> None:
     subprocess.run(command, check=True, env={**os.environ, **ENVIRONMENT}, timeout=500)
 
 
+def results_inside(python: Path, folder: Path, *arguments: str) -> dict[str, Any]:
+    """Return the results that a module writes as JSON into its last argument."""
+    results = folder / "results.json"
+    run_inside(python, *arguments, str(results))
+    found: dict[str, Any] = json.loads(results.read_text())
+    return found
+
+
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_we_touch_of_a_release_is_as_we_know_it(
     fleet: Fleet, tmp_path: Path, release: str
 ) -> None:
-    results = tmp_path / "results.json"
-    run_inside(python_of(fleet, release), "tests.vllm.inside.contract", str(results))
-    found: dict[str, Any] = json.loads(results.read_text())
+    found = results_inside(python_of(fleet, release), tmp_path, "tests.vllm.inside.contract")
     protocol, refused, missing = RELEASES[release]
     assert (found["version"], found["protocol"]) == (release, str(protocol))
     assert found["cases"] == dict.fromkeys(found["cases"])
@@ -52,10 +58,8 @@ def test_what_we_touch_of_a_release_is_as_we_know_it(
 
 
 def test_no_fault_in_a_hook_ends_the_next_releases_scheduler(fleet: Fleet, tmp_path: Path) -> None:
-    results = tmp_path / "results.json"
-    python = python_of(fleet, NEXT)
-    run_inside(python, "tests.vllm.inside.cases", str(fleet.model), str(results))
-    cases = json.loads(results.read_text())
+    arguments = ("tests.vllm.inside.cases", str(fleet.model))
+    cases = results_inside(python_of(fleet, NEXT), tmp_path, *arguments)
     assert len(cases) > 200
     assert {name: problem for name, problem in cases.items() if problem} == {}
 

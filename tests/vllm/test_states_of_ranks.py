@@ -1,8 +1,8 @@
 """Layers that keep a state, between engines of unlike tensor parallel sizes: the bytes with the
 sizes of real models, and the answers of a tiny one."""
 
-import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from tests.vllm.releases import BUILD, NEXT, python_of
 from tests.vllm.servers import CHUNKS, OURS, SCHEDULER, UNCACHED, WAITS_BRIEFLY, Fleet, Kind
 from tests.vllm.state_model import write_state_model
 from tests.vllm.test_push import both_legs
-from tests.vllm.test_releases import run_inside
+from tests.vllm.test_releases import results_inside
 from tests.vllm.test_state import Legs, prompts_are_right, pulled
 
 LENGTHS = (1, 2, 33, 64, 257, 700)
@@ -22,12 +22,8 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("release", [BUILD, NEXT])
-def test_each_rank_gets_its_part_of_each_state(
-    fleet: Fleet, tmp_path_factory: pytest.TempPathFactory, release: str
-) -> None:
-    results = tmp_path_factory.mktemp("states") / "results.json"
-    run_inside(python_of(fleet, release), "tests.vllm.inside.states", str(results))
-    found: dict[str, str] = json.loads(results.read_text())
+def test_each_rank_gets_its_part_of_each_state(fleet: Fleet, tmp_path: Path, release: str) -> None:
+    found = results_inside(python_of(fleet, release), tmp_path, "tests.vllm.inside.states")
     assert len(found) == 70 + len(OTHERWISE)
     others = {case: said for case, said in found.items() if said != "right"}
     assert others.keys() == OTHERWISE.keys()

@@ -148,6 +148,12 @@ class Target:
     def url(self) -> str:
         return f"http://{Address(self.host, self.port)}"
 
+    def request(self, path: str, body: object) -> bytes:
+        """Return a POST of this JSON value with the credential, as `Client.send` takes it."""
+        headers = [("authorization", self.credential)] if self.credential else []
+        host = str(Address(self.host, self.port))
+        return request_bytes(path, orjson.dumps(body), headers, host)
+
 
 @dataclass(frozen=True, slots=True)
 class ChatLoad:
@@ -179,9 +185,6 @@ class ChatLoad:
 
     async def _ask(self, client: Client, chat: Chat, history: list[Message]) -> str | None:
         """Return the answer's text; count what is none and return None."""
-        target = self.target
-        host = f"[{target.host}]" if ":" in target.host else target.host
-        headers = [("authorization", target.credential)] if target.credential else []
         body = {
             "model": self.plan.model,
             "messages": history,
@@ -192,7 +195,7 @@ class ChatLoad:
             "stream_options": {"include_usage": True},
             **self.plan.fields,
         }
-        request = request_bytes(PATH, orjson.dumps(body), headers, f"{host}:{target.port}")
+        request = self.target.request(PATH, body)
         error = bytearray()
         reader = ChatStreamReader(time.monotonic(), self.figures)
 
@@ -207,9 +210,9 @@ class ChatLoad:
                 message = error_message(parse_object(bytes(error)) or {})
                 raise ChatError(f"{exchange.status} {message}".strip())
             if exchange.error is not None or exchange.problem == TIMEOUT:
-                raise ChatError(no_answer(target.url, exchange.error, self.timeout))
+                raise ChatError(no_answer(self.target.url, exchange.error, self.timeout))
             if exchange.problem:
-                raise ChatError(f"{target.url}: {exchange.problem}")
+                raise ChatError(f"{self.target.url}: {exchange.problem}")
             reader.end(exchange.ended)
         except ChatError as failure:
             self.figures.note_failure(" ".join(str(failure).split())[:MAX_FAILURE_TEXT])

@@ -21,6 +21,7 @@ from router.commands.router_client import error_message
 from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import PREFILL, Engine
 from router.fleet.fleet import Fleet
+from router.fleet.kv_facts import IDENTITY_PATH
 from router.fleet.kv_protocol import MOONCAKE, NIXL, SGLANG
 from router.fleet.probes import MAX_ANSWER_BYTES, Prober, json_of, model_facts_in, models_in
 from router.http_client.errors import (
@@ -251,7 +252,7 @@ class EngineChecker:
         return False
 
     async def _check_identity(self) -> None:
-        answer = await self._get("/disagg/identity")
+        answer = await self._get(IDENTITY_PATH)
         page = json_of(answer)
         capabilities = self._engine.capabilities
         capabilities.is_identity_known = True

@@ -42,6 +42,7 @@ from router.commands.drain import (
     AdminClient,
     add_engine,
     admin_clients,
+    drain_action,
     engine_name,
     post_to_all,
 )
@@ -50,6 +51,7 @@ from router.commands.drill.streams import DrillClient, Reference, Verdict, promp
 from router.commands.router_client import API_KEY, first_model, key_headers, router_url
 from router.common.child_processes import handling_signals
 from router.fleet.engine import BOTH, Health, Intent
+from router.openai.answers import count_in
 from router.settings import ADMIN_URL
 
 POLL_INTERVAL_S = 0.2
@@ -126,8 +128,7 @@ def _run(options: argparse.Namespace) -> int:
     fleet.check(options.force)
     model = options.model or first_model(url, headers)
     client = DrillClient(target, model, options.tokens, options.timeout, options.token_ids)
-    drain = "drain?migrate=true" if options.migrate else "drain"
-    drill = Drill(fleet, client, options.ready_timeout, drain)
+    drill = Drill(fleet, client, options.ready_timeout, drain_action(options.migrate))
     asked = prompts(options.streams, options.words, seed=1)
     try:
         steps = asyncio.run(
@@ -174,7 +175,7 @@ class DrilledFleet:
         found = [self._find(engines) or {} for engines in views]
         self._since = [engine.get("since") for engine in found]
         self._num_ready = min(map(self._count_ready, views))
-        return sum(_count(engine.get("in_flight")) for engine in found)
+        return sum(count_in(engine, "in_flight") or 0 for engine in found)
 
     def is_drained(self) -> bool:
         found = [self._find(engines) for engines in self._engines()]
@@ -362,7 +363,3 @@ async def run_command(command: str, name: str) -> None:
 
 def _is_ready(engine: Mapping[str, Any]) -> bool:
     return (engine.get("health"), engine.get("intent")) == (Health.HEALTHY, Intent.SERVING)
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int else 0

@@ -16,13 +16,13 @@ COLOURS = {"passed": GREEN, "skipped": YELLOW, "FAILED": RED}
 
 @dataclass(slots=True)
 class Step:
-    """What one step has done to the engine. `legs` ran there when it began. Times are in seconds
-    since then, None if that did not happen: `noticed_s` until no router used the engine, or until
-    it was drained; `ready_s` until as many engines were ready as before."""
+    """The result of one step. `legs` is how many ran at the engine when it began. Times are in
+    seconds since then, None if that did not happen: `noticed_s` until no router used the engine, or
+    until it was drained; `ready_s` until as many engines were ready as before."""
 
     name: str
     skipped: str = ""
-    """Why it was not done."""
+    """The reason, if the step was not run."""
     legs: int = 0
     noticed_s: float | None = None
     ready_s: float | None = None

@@ -21,10 +21,8 @@ from math import isfinite
 from typing import Any, NamedTuple
 from uuid import uuid4
 
-import orjson
-
 from router.commands.bench.chats import WORDS, Target
-from router.commands.bench.load import Client, LoadExchange, request_bytes
+from router.commands.bench.load import Client, LoadExchange
 from router.commands.console import CommandError
 from router.commands.router_client import error_message
 from router.http_client.sse import DONE, data_in
@@ -42,7 +40,7 @@ BAD_REQUEST = (400, 422)
 
 
 class Verdict(StrEnum):
-    """What a stream is, beside the undisturbed answer."""
+    """The result of comparing a stream with the undisturbed answer."""
 
     RIGHT = "right"
     NEAR_TIE = "near tie"
@@ -149,14 +147,14 @@ class NearTie(NamedTuple):
 
 @dataclass(slots=True)
 class Tally:
-    """What a drill's streams were so far. `longest_pause` is in seconds, between two pieces of an
-    answer."""
+    """Counts the verdicts on a drill's streams. `longest_pause` is the longest time in seconds
+    between two pieces of an answer."""
 
     counts: Counter[Verdict] = field(default_factory=Counter)
     problems: Counter[str] = field(default_factory=Counter)
     longest_pause: float = 0.0
     ties: list[NearTie] = field(default_factory=list)
-    """Those that are not confirmed yet."""
+    """The near ties that are not confirmed yet."""
 
     def note(self, verdict: Verdict, problem: str) -> None:
         self.counts[verdict] += 1
@@ -267,9 +265,6 @@ class DrillClient:
     async def _send(
         self, client: Client, prompt: object, fields: Mapping[str, Any]
     ) -> LoadExchange:
-        target = self.target
-        host = f"[{target.host}]" if ":" in target.host else target.host
-        headers = [("authorization", target.credential)] if target.credential else []
         body = {
             "model": self.model,
             "prompt": prompt,
@@ -280,8 +275,7 @@ class DrillClient:
             **({"return_token_ids": True} if self.with_ids else {}),
             **fields,
         }
-        request = request_bytes(PATH, orjson.dumps(body), headers, f"{host}:{target.port}")
-        return await client.send(request, self.timeout)
+        return await client.send(self.target.request(PATH, body), self.timeout)
 
     def _tokens_in(self, choice: Mapping[str, Any]) -> tuple[tuple[int, ...], Sequence[Token]]:
         """Return the ids of an undisturbed answer, if they are compared, and its tokens if their

@@ -28,10 +28,10 @@ from router.commands.plan.estimate import (
 from router.commands.plan.trace import TracedRequest, read_trace
 from router.commands.router_client import ask_router, http_url, with_scheme
 from router.fleet.capabilities import EngineCapabilities
+from router.fleet.kv_facts import IDENTITY_PATH
 from router.fleet.step_model import StepModel
 from router.openai.answers import parse_object
 
-IDENTITY_PATH = "/disagg/identity"
 MAX_ENGINES = 1024
 # More prefill engines than the least number, which may need fewer decode engines.
 MORE_PREFILLERS = 2
@@ -89,14 +89,10 @@ def _run(options: argparse.Namespace) -> int:
     else:
         print("\n".join(plan.page(options.trace.name, options.goodput, prefillers, decoders)))
     if left_out:
-        share = (left_out + len(found)) / len(found)
-        text = (
-            f"{left_out} of {left_out + len(found)} requests are left out: the log has no counts of"
-        )
-        print(
-            f"{text} their tokens. If they are like the others, use --load {share:.2g}",
-            file=sys.stderr,
-        )
+        total = left_out + len(found)
+        text = f"{left_out} of {total} requests are left out: the log has no counts of their tokens"
+        hint = f"If they are like the others, use --load {total / len(found):.2g}"
+        print(f"{text}. {hint}", file=sys.stderr)
     sys.stdout.flush()
     return 0
 
@@ -141,10 +137,10 @@ def _capabilities(given: str) -> EngineCapabilities:
     if http_url(url) is None:
         raise UsageError(f"{given!r} is not an engine: give its URL")
     answer = ask_router("GET", f"{url}{IDENTITY_PATH}")
-    found = EngineCapabilities()
-    found.note_identity(parse_object(answer.content) or {})
     if answer.status_code != 200:
         raise CommandError(f"{url} has no {IDENTITY_PATH}: give an engine with our connector")
+    found = EngineCapabilities()
+    found.note_identity(parse_object(answer.content) or {})
     if found.step_model is None:
         text = "has measured no costs yet: a decode engine, or one of both roles, learns them by"
         raise CommandError(f"{url} {text} prompts and answers. Options give them, too")

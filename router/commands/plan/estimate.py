@@ -47,7 +47,7 @@ class Prefilled(NamedTuple):
 
     ends: Sequence[tuple[float, TracedRequest]]
     seconds: Sequence[float]
-    """What each prompt takes, in the order of arrival."""
+    """The seconds to compute each prompt, in the order of arrival."""
     busy: float
 
 
@@ -65,7 +65,7 @@ def prefill(requests: Sequence[TracedRequest], engines: int, costs: EngineCosts)
 
 
 class Latencies(NamedTuple):
-    """Of one request, in seconds; `itl` is the mean time between two tokens."""
+    """The latencies of one request in seconds; `itl` is the mean time between two tokens."""
 
     ttft: float
     itl: float
@@ -74,7 +74,7 @@ class Latencies(NamedTuple):
 class Decoded(NamedTuple):
     latencies: Sequence[Latencies]
     contexts: Sequence[tuple[float, float, int]]
-    """At some moments the tokens and the number of all running answers."""
+    """Samples: the time, and the context tokens and number of all running answers."""
     used: float
     """The mean part of the room for KV, or of the slots, that is in use, whichever is larger."""
 

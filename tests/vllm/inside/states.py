@@ -45,9 +45,18 @@ SHAPES = mamba_utils.MambaStateShapeCalculator
 BYTES, HALF, FLOAT = torch.uint8, torch.bfloat16, torch.float32
 NUM_BLOCKS = 12
 WIDTH = 4
-"""Tokens of a short convolution, of which it keeps all but one."""
+"""The tokens that a short convolution reads; its state keeps all but one."""
 LAYERS = ("linear.0", "linear.1", "linear.2", "attention.3")
 Shapes = tuple[tuple[int, ...], ...]
+
+
+def _loaded(parts: list[tuple[int, int, bool]], rank: TensorRank) -> torch.Tensor:
+    """Return the channels that vLLM's loader gives a rank of these parts: a part's size, how much
+    of it is copies, and whether every rank has all of it."""
+    held = torch.full((sum(size // rank.size for size, _, _ in parts),), -1)
+    load = mamba_v2_sharded_weight_loader(parts, rank.size, rank.rank)
+    load(SimpleNamespace(data=held), torch.arange(sum(size - more for size, more, _ in parts)))
+    return held
 
 
 @dataclass(frozen=True)
@@ -60,8 +69,8 @@ class Mamba2:
     type: ClassVar = MambaAttentionBackendEnum.MAMBA2
 
     def parts(self, ranks: int) -> list[tuple[int, int, bool]]:
-        """As MambaMixer2 gives them to the loader; where groups can be divided, what a
-        MergedColumnParallelLinear loads is the same."""
+        """Return the parts that MambaMixer2 gives to the loader. MergedColumnParallelLinear loads
+        the same channels where groups can be divided."""
         groups = self.groups + SHAPES.extra_groups_for_head_shards(self.groups, ranks)
         size, more = groups * self.state_size, (groups - self.groups) * self.state_size
         return [(self.heads * self.head_size, 0, False), *[(size, more, self.groups == 1)] * 2]
@@ -74,12 +83,8 @@ class Mamba2:
         return held
 
     def channels(self, rank: TensorRank) -> torch.Tensor:
-        """The model's channel behind each of this rank's."""
-        parts = self.parts(rank.size)
-        held = torch.full((sum(size // rank.size for size, _, _ in parts),), -1)
-        load = mamba_v2_sharded_weight_loader(parts, rank.size, rank.rank)
-        load(SimpleNamespace(data=held), torch.arange(sum(size - more for size, more, _ in parts)))
-        return held
+        """Return the model's number of each channel of this rank."""
+        return _loaded(self.parts(rank.size), rank)
 
 
 @dataclass(frozen=True)
@@ -100,11 +105,7 @@ class DeltaNet:
 
     def channels(self, rank: TensorRank) -> torch.Tensor:
         keys, values = self.key_heads * self.key_size, self.heads * self.head_size
-        held = torch.full(((2 * keys + values) // rank.size,), -1)
-        parts = [(keys, 0, False), (keys, 0, False), (values, 0, False)]
-        load = mamba_v2_sharded_weight_loader(parts, rank.size, rank.rank)
-        load(SimpleNamespace(data=held), torch.arange(2 * keys + values))
-        return held
+        return _loaded([(keys, 0, False), (keys, 0, False), (values, 0, False)], rank)
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Model(NamedTuple):
         )
 
     def block_size(self, ranks: int) -> int:
-        """As vLLM's platforms choose it: no block is shorter than a state."""
+        """Return the block size that vLLM's platforms choose: no block is shorter than a state."""
         states = MambaSpec(shapes=self.state.shapes(ranks), dtypes=(HALF, FLOAT), block_size=1)
         step = self.attention(16 if self.heads else 128, ranks)
         return int(-(-states.page_size_bytes // step.page_size_bytes) * step.block_size)
@@ -185,7 +186,7 @@ MODELS = {
     "Kimi-Linear, on FLASHMLA": Model(Kimi(32, 128), 0, 576, kernel=64),
 }
 SIZES = ((1, 2), (2, 1), (2, 4), (4, 2), (8, 4))
-"""Ranks of the engine that has the prompt, and of the other."""
+"""Tensor parallel sizes of the engine that holds the prompt, and of the reader."""
 
 
 class Worker(NamedTuple):
@@ -216,7 +217,7 @@ class Worker(NamedTuple):
         return cls(model, Rank.described(kind, config, cache, caches, place))
 
     def matched(self, other: "Worker") -> PeerLayout:
-        """What this one makes of the other's handshake."""
+        """Return the layout of transfers, from the other rank's handshake."""
         ours, theirs = self.rank, other.rank
         told = decode_metadata(decode_payload(encode_payload(theirs.metadata, {})))
         return match_peer(ours.geometry, ours.regions, told, ours.rank, theirs.rank)
@@ -230,7 +231,7 @@ class Worker(NamedTuple):
         return list(layer.kv_cache)
 
     def blocks(self, num_tokens: int, seed: int) -> tuple[tuple[int, ...], ...]:
-        """Some for each group, of which no two are the same. No engine uses block 0."""
+        """Return distinct blocks for each group. No engine uses block 0."""
         left = list(range(1, NUM_BLOCKS))
         random.Random(seed).shuffle(left)
         geometry = self.rank.geometry
@@ -242,7 +243,7 @@ class Worker(NamedTuple):
 
 
 class Prompt:
-    """What the model has computed of a prompt: random bytes."""
+    """The KV of a prompt: random bytes."""
 
     def __init__(self, model: Model, num_tokens: int) -> None:
         draw = torch.Generator().manual_seed(1)
@@ -261,7 +262,7 @@ class Prompt:
         }
 
     def put(self, worker: Worker, blocks: Sequence[Sequence[int]]) -> None:
-        """Where the rank would have it."""
+        """Write the prompt's KV into the blocks of a rank, as vLLM lays it out."""
         rank = worker.rank
         for name in LAYERS[:-1]:
             (block,) = blocks[rank.groups[name]]
@@ -284,7 +285,7 @@ class Prompt:
 
 
 def moved(model: Model, theirs: int, ours: int, *, is_push: bool) -> str:
-    """Each rank of the second engine has the prompt of the first."""
+    """Move a prompt between two engines, and return RIGHT or WRONG."""
     holders = [Worker.of(model, number, theirs) for number in range(theirs)]
     readers = [Worker.of(model, number, ours) for number in range(ours)]
     sizes = model.block_size(theirs), model.block_size(ours)
@@ -318,7 +319,7 @@ def moved(model: Model, theirs: int, ours: int, *, is_push: bool) -> str:
 
 
 def _size(worker: Worker, num_tokens: int) -> int:
-    """The bytes that a rank has of a prompt: each is moved once."""
+    """Return the bytes of a prompt's KV on a rank. Each is moved once."""
     states, spec = worker.states(LAYERS[0]), worker.model.attention(1, worker.rank.rank.size)
     of_state = sum(one[0].numel() * one.element_size() for one in states)
     return int(num_tokens * spec.page_size_bytes + len(LAYERS[:-1]) * of_state)
@@ -326,7 +327,7 @@ def _size(worker: Worker, num_tokens: int) -> int:
 
 @contextlib.contextmanager
 def convolutions(layout: str) -> Iterator[None]:
-    """vLLM reads the environment once."""
+    """Set the layout of convolution states, which vLLM caches."""
     with patch.dict(os.environ, {"VLLM_SSM_CONV_STATE_LAYOUT": layout}):
         mamba_utils.get_conv_state_layout.cache_clear()
         yield

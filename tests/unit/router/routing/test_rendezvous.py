@@ -14,7 +14,7 @@ TURNS = random.Random(1)
 
 
 class Caches:
-    """What each engine has cached, whichever router sent it."""
+    """The chunks in each engine's cache, sent by any router."""
 
     def __init__(self) -> None:
         self._held: dict[str, set[int]] = {engine.name: set() for engine in FLEET}
