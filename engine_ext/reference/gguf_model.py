@@ -43,7 +43,7 @@ STRICT, LENIENT = "message['content']", "(message['content'] or '')"
 
 
 def convert(source: Path, target: Path) -> None:
-    """Write the model to `target`, an existing directory; weights as bfloat16."""
+    """Write the model to `target`, an existing directory; weights as float32."""
     reader = gguf.GGUFReader(source)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     weights = dict(_weights(reader, fields))
@@ -76,7 +76,7 @@ def _weights(reader: "gguf.GGUFReader", fields: Fields) -> Iterator[tuple[str, t
                 values = in_halves(values, heads[kind])
         else:
             name = OUTSIDE[place]
-        yield name, torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+        yield name, torch.from_numpy(np.ascontiguousarray(values))
 
 
 def in_halves(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -120,5 +120,5 @@ def _config(fields: Fields, *, is_tied: bool) -> dict[str, Any]:
         "rms_norm_eps": fields["llama.attention.layer_norm_rms_epsilon"],
         "rope_theta": fields["llama.rope.freq_base"],
         "tie_word_embeddings": is_tied,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": "float32",
     }

@@ -1,6 +1,7 @@
 """The memory KV blocks live in: one tensor per layer, as vLLM's CPU backend lays it out."""
 
 import math
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +24,7 @@ class KVCache:
         self, config: ModelConfig, *, num_blocks: int, block_size: int, device: torch.device
     ) -> None:
         shape = (num_blocks, config.num_kv_heads, block_size, config.row_dim)
-        self._storage = torch.zeros((config.num_layers, *shape), dtype=config.dtype, device=device)
+        self._storage = _zeros((config.num_layers, *shape), config.dtype, device)
         self.layers: tuple[Tensor, ...] = self._storage.unbind(0)
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -59,6 +60,16 @@ class KVCache:
             num_blocks=self.num_blocks,
             num_kv_heads=self.layers[0].shape[1],
         )
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As `torch.zeros`, which writes to all pages at once; the system gives a page of this one when
+    a block in it is first used."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -194,8 +194,9 @@ class Decoder:
             mixed = self._attend(query, row, cache, batch)
             hidden = hidden + _product(mixed, weights.output)
             normed = self._norm(hidden, weights.mlp_norm)
-            gate, up = _product(normed, weights.gate_up).chunk(2, dim=-1)
-            hidden = hidden + _product(F.silu(gate).mul_(up), weights.down)
+            gate = F.silu(_product(normed, weights.gate))
+            up = _product(normed, weights.up)
+            hidden = hidden + _product(gate.mul_(up), weights.down)
         last = self._norm(hidden[batch.logit_rows], self._weights.norm)
         return _product(last, self._weights.head).float()
 

@@ -1,4 +1,7 @@
-"""Checkpoint tensors, checked against the model's shape and fused for fewer, larger products."""
+"""Checkpoint tensors, checked against the model's shape.
+
+Where the checkpoint has the data type that a CPU computes in, the tensors are pages of the file,
+which all engines of a host share. Those that are fused for fewer, larger products are copies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +29,8 @@ class LayerWeights:
     latent_norm: Tensor | None = None
     output: Tensor
     mlp_norm: Tensor
-    gate_up: Tensor
-    """[2 * intermediate, hidden]"""
+    gate: Tensor
+    up: Tensor
     down: Tensor
 
 
@@ -100,7 +103,8 @@ def _layer(take_any: Take, index: int, config: ModelConfig) -> LayerWeights:
         **fuse(take, config),
         input_norm=take("input_layernorm.weight", hidden),
         mlp_norm=take("post_attention_layernorm.weight", hidden),
-        gate_up=torch.cat([take(f"mlp.{n}_proj.weight", mlp, hidden) for n in ("gate", "up")]),
+        gate=take("mlp.gate_proj.weight", mlp, hidden),
+        up=take("mlp.up_proj.weight", mlp, hidden),
         down=take("mlp.down_proj.weight", hidden, mlp),
     )
 

@@ -40,7 +40,7 @@ scripts/install_vllm"""
 CHAT_MODEL = "SmolLM2-135M-Instruct"
 TINY = "tiny"
 # Change it if the model's weights are converted differently.
-RECIPE = "chat-1"
+RECIPE = "chat-2"
 ROUTER = [sys.executable, "-m", "router.commands.cli"]
 START_TIMEOUT_S = 600.0
 REPORT_INTERVAL_S = 5.0

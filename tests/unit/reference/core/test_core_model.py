@@ -1,6 +1,7 @@
 """The model's arithmetic against an implementation that shares nothing with it; the loader."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,21 @@ def test_zeroing_reaches_the_named_blocks_in_every_layer(write_model: WriteModel
     cache.zero([2])
     assert all(layer[2].eq(0).all() for layer in cache.layers)
     assert all(layer[[1, 3]].isnan().all() for layer in cache.layers)
+
+
+def test_engines_of_a_host_share_weights_and_memory_is_used_with_blocks(
+    write_model: WriteModel,
+) -> None:
+    directory = write_model()
+    config = read_model_config(directory)
+    model = build_model(EngineConfig(model=directory), config)
+    assert str(directory / "model.safetensors") in Path("/proc/self/maps").read_text()
+    before = Path("/proc/self/statm").read_text().split()[1]
+    cache = KVCache(config, num_blocks=2**17, block_size=BLOCK, device=CPU)
+    after = Path("/proc/self/statm").read_text().split()[1]
+    assert sum(layer.nbytes for layer in cache.layers) == 2**29
+    assert (int(after) - int(before)) * os.sysconf("SC_PAGE_SIZE") < 2**26
+    del model
 
 
 @pytest.mark.parametrize(
