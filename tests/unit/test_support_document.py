@@ -6,6 +6,8 @@
 import ast
 import re
 import tomllib
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -70,14 +72,12 @@ def tables() -> str:
             cells = (text_of(feature, column) for column in COLUMNS)
             parts.append(f"| {feature['name']} | {' | '.join(cells)} |")
     parts += ["\n### Models by name\n", "| models | caches | vLLM 0.32 and 0.33 |", "|---|---|---|"]
-    for family in FAMILIES:
-        message = f": `{family['message']}`" if "message" in family else ""
-        parts.append(f"| {family['models']} | {family['caches']} | {family['proof']}{message} |")
-    parts += ["\n### Messages of refusals\n", "| | message |", "|---|---|"]
-    for feature in FEATURES:
-        cells_of = (feature.get(column, {}) for column in COLUMNS)
-        for message in (m for cell in cells_of if "messages" in cell for m in cell["messages"]):
-            parts.append(f"| {feature['name']} | `{message}` |")
+    for (caches, proof), families in groupby(FAMILIES, itemgetter("caches", "proof")):
+        models = ", ".join(family["models"] for family in families)
+        parts.append(f"| {models} | {caches} | {proof} |")
+    parts.append("\n### Messages of refusals\n")
+    cells_of = (feature.get(column, {}) for feature in FEATURES for column in COLUMNS)
+    parts += [f"* `{m}`" for cell in cells_of if "messages" in cell for m in cell["messages"]]
     return "\n".join(parts) + "\n\n"
 
 
