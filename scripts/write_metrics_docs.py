@@ -21,14 +21,13 @@ HEAD = f"""\
 
 The router serves Prometheus metrics at `GET /metrics`, on its port and on the liveness port, or on
 `--metrics-port` alone. With `--workers` the figures are those of all workers together. Times are in
-seconds, tokens are as engines report them.
+seconds.
 
-The router bounds its labels: `model` is a name that the fleet serves. It is `{OTHER}` for requests
-without a known model, and beyond {MAX_LABEL_PAIRS} pairs of model and group in a process's life.
+`model` is a name that the fleet serves. It is `{OTHER}` for requests without a known model, and
+beyond {MAX_LABEL_PAIRS} pairs of model and group in a process's life.
 
 The chart has alerts (`charts/disagg-router/files/alerts.yaml`) and a Grafana dashboard
-(`charts/disagg-router/files/dashboard.json`) for these metrics. Engines have [their
-own](#engine-metrics).
+(`charts/disagg-router/files/dashboard.json`). [Engine metrics](#engine-metrics) come last.
 
 ## Router metrics
 

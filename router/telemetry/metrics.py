@@ -26,7 +26,7 @@ class Metrics:
         self.queue_depth = made.gauge("queue_depth", "Requests that wait for a slot at an engine.")
         self.refusals = made.local_counter(
             "refusals{reason}",
-            "Requests and connections that the router rejected because of its own limits.",
+            "Requests and connections that the router rejected because of its limits.",
         )
         self.connections = made.gauge("client_connections", "Open client connections.")
         self.held_bodies = made.gauge("held_body_bytes", "Bytes of request bodies in memory.")
@@ -46,16 +46,16 @@ class Metrics:
         )
         self.engine_draining = made.callback_gauge(
             "engine_draining{role,engine}",
-            "1 while an engine is drained and gets no new requests, else 0.",
+            "1 while an engine is drained, else 0.",
         )
         self.engine_shares_id = made.callback_gauge(
             "engine_shares_id{role,engine}",
-            "1 for each engine whose engine_id another engine has as well; absent for others.",
+            "1 for each engine whose engine_id another engine has as well; else absent.",
         )
         self.engine_degraded = made.callback_gauge(
             "engine_degraded{role,engine,reason}",
-            "1 for each healthy engine that exchanges KV with no engine of the other role, or that "
-            "shares its engine_id, with the reason; absent for others.",
+            "1 for each healthy engine that exchanges KV with no engine of the other role, or "
+            "that shares its engine_id, with the reason; else absent.",
         )
         self.engine_circuit = made.callback_gauge(
             "engine_circuit{role,engine}",
@@ -64,27 +64,26 @@ class Metrics:
         )
         self.engine_prefill_rate = made.callback_gauge(
             "engine_prefill_tokens_per_second{role,engine}",
-            "Prompt tokens per second that an engine computes, by the times of its prefill legs; "
-            "absent until it has computed eight samples of 8,192 tokens or more.",
+            "Prompt tokens per second that an engine computes, by its prefill legs; absent until "
+            "it has computed eight samples of 8,192 tokens or more.",
         )
         self.engine_preferred_role = made.callback_gauge(
             "engine_preferred_role{group,engine,preferred,reason}",
             "1 for each available engine of both roles, by the legs that it gets now: prefill, "
-            "decode, or both where each request goes where it costs least. The reason is one of "
-            "five texts: why the group works by cost or not. Absent if there is no choice.",
+            "decode, or both (each request goes where it costs least), with the reason. Absent if "
+            "there is no choice.",
         )
         self.role_changes = made.callback_counter(
             "role_changes{group}",
-            "How often an engine of both roles began to prefer other legs.",
+            "How often an engine of both roles changed its preferred legs.",
         )
         self.engines_needed = made.callback_gauge(
             "engines_needed{group,role}",
             "Engines that the requests of this router need, by the measured speed of the engines. "
-            "The sum over all routers is what the fleet needs. Engines of both roles count in both "
-            "roles.",
+            "Sum over the routers. Engines of both roles count in both roles.",
         )
         self.warm_ups = made.counter(
-            "warm_ups{outcome}", "Warm-up requests through new pairs of engines, by outcome."
+            "warm_ups{outcome}", "Warm-up requests through new pairs of engines."
         )
         self.load_failures = made.local_counter(
             "kv_load_failures{scope}",
@@ -96,30 +95,29 @@ class Metrics:
             "First tokens of decode engines that were compared with those of their prefill "
             "engines. disagreed: the KV was wrong, and the request was computed again. "
             "not_comparable: an engine did not report enough. engines_differ: the decode engine "
-            "alone disagreed, too, so the engines do not compute alike.",
+            "disagreed without transferred KV, too.",
         )
         self.kv_canary.add(("disagreed",), 0)  # or its first increase would not be one
         self.pair_avoided = made.callback_gauge(
             "pair_avoided{prefiller,decoder}",
-            "1 for a prefill and a decode engine that could not exchange KV, or exchanged wrong "
-            "KV, and are paired with other engines for a while; absent otherwise.",
+            "1 for two engines that could not exchange KV, or exchanged wrong KV, and are paired "
+            "with other engines for a while; else absent.",
         )
         self.pair_rate = made.callback_gauge(
             "pair_bytes_per_second{source,target}",
-            "KV bytes per second from one engine to another while they move, by what the engines "
-            "report of the last seconds; of the slowest 256 pairs. The source is empty for a stock "
-            "engine, which does not name it.",
+            "KV bytes per second between two engines while blocks move; of the slowest 256 pairs. "
+            "The source is empty for a stock engine.",
         )
         self.pair_seconds = made.callback_gauge(
             "pair_transfer_seconds{source,target}",
-            "Mean time of the last KV transfers from one engine to another; of the slowest 256 "
-            "pairs.",
+            "Mean time of the last KV transfers between two engines, with the wait behind other "
+            "transfers; of the slowest 256 pairs.",
         )
         self.pair_slowness = made.callback_gauge(
             "pair_slowness{source,target}",
-            "The median rate at which neighbouring pairs of engines move KV, divided by the rate "
-            "of this pair. Only slow pairs have a sample: their rate is below a third of that "
-            "median, and their transfers take more than three times as long.",
+            "Median rate of neighbouring pairs of engines, divided by the rate of this pair. Only "
+            "pairs below a third of that median, whose transfers take more than three times as "
+            "long, have a sample.",
         )
         self.group_engines = made.callback_gauge(
             "group_engines{group,role}", "Usable engines of a group."
@@ -128,7 +126,7 @@ class Metrics:
             "group_weight{group}", "Share of requests that a group gets, relative to other groups."
         )
         self.source_engines = made.callback_gauge(
-            "source_engines{source}", "Engines in the last list that a discovery source returned."
+            "source_engines{source}", "Engines in the last list of a discovery source."
         )
         self.source_trouble = made.callback_gauge(
             "source_trouble{source}",
@@ -136,7 +134,7 @@ class Metrics:
         )
         self.source_told = made.callback_gauge(
             "source_told_timestamp_seconds{source}",
-            "Unix time when a discovery source last returned its list.",
+            "Unix time of a discovery source's last list.",
         )
         self.fleet_changes = made.callback_counter(
             "fleet_changes{change}", "Engines that were added, removed or changed."
@@ -145,7 +143,7 @@ class Metrics:
             "upstream_errors{role,kind}", "Failed request legs, by kind of failure."
         )
         self.retries = made.counter(
-            "retries{role,kind}", "Failed request legs that the router retried, by kind of failure."
+            "retries{role,kind}", "Failed request legs that the router retried."
         )
         self.client_disconnects = made.counter(
             "client_disconnects{stage}",
@@ -167,39 +165,37 @@ class Metrics:
         )
         self.resumes = made.local_counter(
             "resumes{kind,outcome}",
-            "Streams whose decode engine failed in mid-stream, by kind of failure and outcome. "
-            "preempted: answers of all kinds that a decode engine returned for lack of KV blocks.",
+            "Streams whose decode engine failed in mid-stream, and answers that one returned for "
+            "lack of KV blocks (preempted), by outcome.",
         )
         self.handed_over = made.local_counter(
             "handed_over{outcome}",
-            "First tokens that a prefill engine sampled and could hand over, by outcome.",
+            "First tokens that a prefill engine sampled and could hand over.",
         )
         self.loans = made.local_counter(
             "prefix_loans{outcome}",
-            "Request legs that named engines from whose prefix caches their engine could borrow, "
-            "by outcome. cached: the engine's own cache held the prefix by then. failed: no holder "
-            "answered in time, the loan could not be read, or the leg has no answer.",
+            "Request legs that named engines from whose prefix caches their engine could borrow. "
+            "cached: the engine's own cache held the prefix by then.",
         )
         self.loan_tokens = made.local_counter(
             "prefix_loan_tokens",
-            "Prompt tokens that engines borrowed from other engines' prefix caches instead of "
-            "computing them.",
+            "Prompt tokens that engines borrowed instead of computing them.",
         )
         self.loan_tokens.add((), 0)
         self.decode_first = made.local_counter(
-            "decode_first{outcome}", "Requests that were sent to a decode engine first, by outcome."
+            "decode_first{outcome}", "Requests that were sent to a decode engine first."
         )
         self.scattered = made.local_counter(
             "scattered{outcome}",
-            "Legs of hedged requests, by outcome. All legs except won are additional load.",
+            "Legs of hedged requests. All legs except won are additional load.",
         )
         self.releases = made.counter(
             "releases{outcome}",
-            "Prefill KV that the router released before a decode engine read it, by outcome.",
+            "Prefill KV that the router released before a decode engine read it.",
         )
         self.unauthorized = made.local_counter(
             "unauthorized{reason}",
-            "Requests without an API key, or with a key that is not in the file.",
+            "Requests without an API key, or with an unknown one.",
         )
         self.tls_failures = made.local_counter(
             "tls_failures{reason}", "Failed TLS handshakes of clients."
@@ -210,26 +206,24 @@ class Metrics:
         )
         self.key_limit_errors = made.counter(
             "key_limit_errors{operation,result}",
-            "Operations on the Redis that counts usage for keys' limits that failed, or were "
-            "skipped after a failure.",
+            "Operations on the Redis of the keys' limits that failed, or were skipped after a "
+            "failure.",
         )
         self.peer_routers = made.gauge(
             "peer_routers", "Other routers and workers whose load this one takes into account."
         )
         self.peer_exchange_errors = made.counter(
             "peer_exchange_errors{operation,result}",
-            "Exchanges of load with other routers or workers that failed, that were skipped after "
-            "a failure, or that found an invalid report.",
+            "Exchanges of load with other routers or workers that failed, were skipped after a "
+            "failure, or found an invalid report.",
         )
         self.file_trouble = made.callback_gauge(
             "file_trouble{file}",
-            "1 while a watched file has unusable content and the last usable content stays in "
-            "force.",
+            "1 while a watched file is unusable and its last usable content stays in force.",
         )
         self.certificate_end = made.callback_gauge(
             "certificate_end_timestamp_seconds{file}",
-            "Unix time when a certificate in use expires: the one for clients (tls), or the one "
-            "for engines (engine_tls).",
+            "Unix time when a certificate in use expires: tls for clients, engine_tls for engines.",
         )
 
     def exposition(self) -> bytes:
