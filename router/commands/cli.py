@@ -160,9 +160,11 @@ def parser(shows_all: bool = True, serves: bool = True) -> CommandParser:
 def _options(name: str) -> dict[str, Any]:
     field = Settings.model_fields[name]
     default = f"{value_text(field.default)} {unit_of(name)}".strip()
-    text = description_of(name) + (
-        f" (default: {default})" if field.default not in (None, ()) else ""
-    )
+    text = description_of(name)
+    if field.default not in (None, ()):
+        text += f" (default: {default})"
+    elif metavar_of(name) == "SECRET":
+        text += " A variable is safer than a flag."
     if field.annotation is bool:
         return {"action": argparse.BooleanOptionalAction, "help": text}
     options: dict[str, Any] = {"metavar": metavar_of(name), "help": text}

@@ -17,18 +17,18 @@ class EngineSettings(SettingsGroup):
 
     prefill: Prefill engines: http://HOST:PORT, https://HOST:PORT or HOST:PORT.
     decode: Decode engines.
-    prefiller_hosts: The prefill engines, in the form of vLLM's example proxies: HOST, HOST:PORT or
-        a URL without a path. A host without a port takes one from the ports.
-    prefiller_ports: HTTP ports for the prefill hosts that have none: one for each, one for all, or
-        several for one host.
-    decoder_hosts: The decode engines, as above.
-    decoder_ports: HTTP ports for the decode hosts that have none.
-    kv_protocol: How the engines move KV, if their pages do not show it. auto: nixl (our engines and
-        vLLM's NixlConnector), mooncake (vLLM's MooncakeConnector), sglang or trtllm, as their pages
-        show. moriio: vLLM's MoRIIOConnector in WRITE mode. store: prefill and decode engines share
-        a KV store (LMCache, MooncakeStore). Engines of a file or of Kubernetes can differ.
-    bootstrap_port: Port at which the prefill engines' bootstrap servers listen, for mooncake.
-    model_alias: Further names of models, as in claude-*=NAME: * is any text, NAME is a model that
+    prefiller_hosts: Prefill engines in the form of vLLM's example proxies: HOST, HOST:PORT or a URL
+        without a path. A host without a port takes one from the ports.
+    prefiller_ports: HTTP ports for prefill hosts without one: one for each, one for all, or several
+        for one host.
+    decoder_hosts: The same of decode engines.
+    decoder_ports: HTTP ports for decode hosts without one.
+    kv_protocol: How the engines move KV. auto: nixl (our engines, vLLM's NixlConnector), mooncake
+        (vLLM's MooncakeConnector), sglang or trtllm, as their pages show. moriio: vLLM's
+        MoRIIOConnector in WRITE mode. store: engines share a KV store (LMCache, MooncakeStore).
+        Engines of a file or of Kubernetes can differ.
+    bootstrap_port: Port of the prefill engines' bootstrap servers, for mooncake.
+    model_alias: Further names of models, as in claude-*=NAME: * is any text, NAME a model that
         engines serve. The first match counts; names that engines serve are no aliases.
     """
 
@@ -129,23 +129,21 @@ def _port_of(host: str) -> int | None:
 class DiscoverySettings(SettingsGroup):
     """Discovery
 
-    engines_file: YAML file that lists engines. The router watches the file and adds and removes
-        engines as the list changes.
-    prefiller_dns: DNS names of prefill engines: name:port (A, AAAA), or _http._tcp.name (SRV).
-        Every address is an engine. Put https:// before a name for TLS. The router resolves a name
-        again when its TTL ends.
-    decoder_dns: DNS names of decode engines, as above.
-    kubernetes_prefill_selector: Label selector of the prefill engines' pods. Labels and annotations
-        of a pod can add details.
+    engines_file: YAML file that lists engines. The router watches the file and follows its changes.
+    prefiller_dns: DNS names of prefill engines: name:port (A, AAAA), or _http._tcp.name (SRV), with
+        https:// before it for TLS. Every address is an engine. The router resolves a name again
+        when its TTL ends.
+    decoder_dns: The same of decode engines.
+    kubernetes_prefill_selector: Label selector of the prefill engines' pods.
     kubernetes_decode_selector: Label selector of the decode engines' pods.
-    kubernetes_namespace: Namespace of the engines' pods. If not set: the router's own namespace.
-    kubernetes_port: HTTP port of the pods: a number, or the name that pods give the port.
-    kubernetes_config: Kubeconfig file for a router outside the cluster. If not set: the pod's
+    kubernetes_namespace: Namespace of the engines' pods; by default the router's own.
+    kubernetes_port: HTTP port of the pods, as a number or by its name.
+    kubernetes_config: Kubeconfig file for a router outside the cluster. By default the pod's
         service account, else $KUBECONFIG, else ~/.kube/config.
     kubernetes_scheme: Scheme for pods without the annotation disagg-router.io/scheme.
-    warm_up: Send one tiny request through each new pair of engines, so that no user waits for the
-        engines' handshake. lazy: for engines that arrive while the router runs. eager: for all
-        engines, and new engines get no other request before.
+    warm_up: Send one tiny request through each new pair of engines, so that no client waits for
+        their handshake. lazy: for engines that arrive while the router runs. eager: for all
+        engines, before any other request.
     """
 
     engines_file: Path | None = None
@@ -163,11 +161,11 @@ class DiscoverySettings(SettingsGroup):
 class HealthSettings(SettingsGroup):
     """Health
 
-    health_interval: Time between two probes of an engine (GET /health). It is longer for engines
-        without requests in a fleet of more than 200.
+    health_interval: Time between two probes of an engine (GET /health); longer for idle engines in
+        a fleet of more than 200.
     health_timeout: Longest wait for the answer to a probe. SGLang's takes a second.
-    health_failures: Number of failed probes in a row after which an engine is unhealthy. A refused
-        connection makes it unhealthy at once.
+    health_failures: Failed probes in a row after which an engine is unhealthy. A refused connection
+        makes it unhealthy at once.
     """
 
     health_interval: fields.Seconds = 1.0
@@ -179,11 +177,11 @@ class ConnectionSettings(SettingsGroup):
     """Connections
 
     engine_idle_connections: Idle connections kept for each engine.
-    engine_idle_age: How long an idle connection to an engine is kept. Choose less than the
-        keep-alive timeout of the engines (5 s in vLLM).
+    engine_idle_age: How long an idle connection to an engine is kept. Choose less than the engines'
+        keep-alive timeout (5 s in vLLM).
     max_answer_size: Largest answer that the router holds whole: prefill answers and errors.
-    max_held_answers: Memory for large answers that are held whole, over all requests. An answer
-        beyond the limit gets status 503. Answers up to 224 KiB do not count. 0: no limit.
+    max_held_answers: Memory for answers above 224 KiB that are held whole, over all requests. An
+        answer beyond the limit gets status 503. 0: no limit.
     """
 
     engine_idle_connections: fields.Count = 256

@@ -34,16 +34,15 @@ UNSAFE_REUSE = ("whole", "prompt")
 class AdmissionSettings(SettingsGroup):
     """Admission
 
-    max_engine_requests: Largest number of requests that this process has at one engine, including
-        the engine's queue. Further requests wait in the router. 0: no limit.
+    max_engine_requests: Largest number of requests that this process has at one engine, with the
+        engine's queue. Further requests wait in the router. 0: no limit.
     max_engine_prefill_tokens: Largest number of prompt tokens (estimated) that one engine computes
         at a time. A larger prompt waits until the engine computes none. 0: no limit.
     queue_size: Largest number of requests that wait for a slot at an engine; tenants take turns. A
-        request beyond the limit gets status 429 if its own tenant fills the queue, else 503. 0: no
-        queue.
+        request beyond it gets status 429 if its own tenant fills the queue, else 503. 0: no queue.
     queue_timeout: Longest wait for a slot at an engine (else 503).
-    queue_priorities: Order the queue by the request's priority: the header X-Vllm-Priority, else
-        the body's priority, else 0. Lower values come first.
+    queue_priorities: Order the queue by priority, lower first: the header X-Vllm-Priority, else the
+        body's priority, else 0.
     """
 
     max_engine_requests: fields.Count = 0
@@ -56,52 +55,51 @@ class AdmissionSettings(SettingsGroup):
 class SelectionSettings(SettingsGroup):
     """Engine selection
 
-    transfer_mode: How KV blocks move. pull: after prefill the decode engine reads the blocks. push:
-        both engines get the request at once, and the prefill engine writes the blocks. auto: as the
-        engines are configured.
-    first_token: Which engine's first token the client gets. auto: the token that the prefill engine
-        samples, if both engines support the hand-over; the decode engine then continues with the
-        second token. decoder: the decode engine samples it again.
-    kv_canary: Share of the requests to two engines in which the router compares the first token's
-        log-probabilities of both engines, to find KV that was transferred wrongly. The router also
-        compares the first token of each request with temperature 0. 0: never.
-    max_resumes: How often another decode engine continues a stream after a failure in mid-stream,
-        and how often after a preemption return, if the engines support it. 0: never.
-    migrate_on_drain: Move the streams of a decode engine that drains to other engines, which read
-        the KV of each stream from the draining one. Needs our connector. Without it, streams run to
-        their end, unless an operator drains with --migrate.
-    max_resume_memory: Memory for the token ids of all streams that can be resumed (4 bytes a
-        token). A stream beyond the limit is not resumed. 0: no limit.
-    prefill_policy: Policy that selects a prefill engine. Least_loaded goes by tokens in flight, and
-        power_of_two takes the less loaded of two random engines. Session takes the conversation's
-        own engine. Prefix takes the engine with the least to compute: what its cache lacks of the
-        prompt, and a third of what is queued.
+    transfer_mode: How KV blocks move. pull: the decode engine reads them after prefill. push: both
+        engines get the request at once, and the prefill engine writes them. auto: as the engines
+        are configured.
+    first_token: Whose first token the client gets. auto: the prefill engine's, if both engines
+        support the hand-over; the decode engine continues with the second. decoder: the decode
+        engine samples it again.
+    kv_canary: Share of the requests to two engines in which the router compares both engines'
+        log-probabilities of the first token, to find KV that was transferred wrongly. With
+        temperature 0 the router compares the first token of each request. 0: never.
+    max_resumes: How often another decode engine continues a stream after a failure, and how often
+        after a preemption return, if the engines support it. 0: never.
+    migrate_on_drain: Move the streams of a draining decode engine to other engines, which read the
+        KV from it. Needs our connector. Without it, streams run to their end, unless an operator
+        drains with --migrate.
+    max_resume_memory: Memory for the token ids of all resumable streams (4 bytes a token). A stream
+        beyond it is not resumed. 0: no limit.
+    prefill_policy: Policy that selects a prefill engine. least_loaded: fewest tokens in flight.
+        power_of_two: the less loaded of two random engines. session: the conversation's own engine.
+        prefix: the engine with the least to compute, which is what its cache lacks of the prompt
+        and a third of what is queued.
     decode_policy: Policy that selects a decode engine for requests without a conversation turn.
-        Prefix takes the engine whose cache holds most of the prompt, unless it is too busy, and
-        else goes by load.
-    max_prefix_memory: Memory for what the policy prefix knows about caches. If all caches together
-        hold more, the router remembers every second, fourth ... chunk of a prompt.
+        prefix: the engine whose cache holds most of the prompt, unless it is too busy, else by
+        load.
+    max_prefix_memory: Memory for what the policy prefix knows about caches. If caches hold more,
+        the router remembers every second, fourth ... chunk of a prompt.
     host_cache_tokens: Tokens of KV that each engine keeps outside its accelerator, for the policy
-        prefix. The router reads from the engine how many it keeps in its accelerator.
-    share_routing: Exchange load and the contents of caches with the other routers, through the
-        Redis of --conversation-store. Needs --conversation-store-key. Without Redis, only the
-        workers of one router exchange them.
-    share_prefix_cache: Let an engine read the beginning of a prompt from the prefix cache of
-        another engine, if that takes less time than computing it. Needs engines whose identity page
-        has borrows, and others with lends.
-    min_remote_prefill_tokens: Let the decode engine compute the prompt itself if it lacks fewer
-        tokens than this (estimated). The router knows cached tokens of conversations, and with
-        --decode-policy prefix those of all prompts. 0: never.
-    target_itl: Longest ITL that the router accepts where it leaves a prompt to a decode engine. The
-        engine computes the prompt itself if its steps keep this target and it is sooner than a
-        prefill engine. It limits no step. Needs decode engines with our connector, which report the
-        time of their steps. 0: off.
+        prefix. Engines report those in the accelerator.
+    share_routing: Exchange load and the contents of caches with other routers, through the Redis of
+        --conversation-store. Needs --conversation-store-key. Without Redis, only the workers of one
+        router exchange them.
+    share_prefix_cache: Let an engine read the beginning of a prompt from another engine's prefix
+        cache, if that is faster than computing it. Needs engines whose identity page has borrows,
+        and others with lends.
+    min_remote_prefill_tokens: Let the decode engine compute the prompt if it lacks fewer tokens
+        than this (estimated). The router knows cached tokens of conversations, and with
+        --decode-policy prefix of all prompts. 0: never.
+    target_itl: Let the decode engine compute the prompt if its steps keep this ITL, and if that is
+        sooner than a prefill engine. It limits no step. Needs decode engines with our connector. 0:
+        off.
     without_prefiller: If no prefill engine is usable: let a decode engine compute the prompt, or
         answer 503.
     without_prefiller_tokens: Longest prompt in tokens (estimated) that a decode engine computes if
-        no prefill engine is usable. Longer prompts get status 503.
-    group_weights: Shares of requests for groups of engines, as in blue=9 green=1. The share of any
-        other group is the sum of its engines' weights.
+        no prefill engine is usable. Longer ones get status 503.
+    group_weights: Shares of requests for groups of engines, as in blue=9 green=1. Any other group's
+        share is the sum of its engines' weights.
     """
 
     transfer_mode: Annotated[Literal["auto", "pull", "push"], Lower] = "auto"
@@ -136,14 +134,13 @@ class SelectionSettings(SettingsGroup):
 class DecodeFirstSettings(SettingsGroup):
     """Decode first
 
-    decode_first_threshold: Send a request to a decode engine first, with this cache_hit_threshold.
-        The engine answers alone if its cache holds this share of the prompt. A cache_hit_threshold
-        in the request takes precedence. 0: off.
+    decode_first_threshold: Send a request to a decode engine first, with this cache_hit_threshold
+        unless the request has one. The engine answers alone if its cache holds this share of the
+        prompt. 0: off.
     decode_first_turns: Send a turn to its decode engine first if the engine holds about this share
-        of the prompt and is known to support cache_hit_threshold. 0: never.
-    hedged_decoders: Hedge: send a decode-first stream to this many decode engines at once, if they
-        are known to support cache_hit_threshold. The first engine that accepts answers. 0 or 1: no
-        hedging.
+        of the prompt and supports cache_hit_threshold. 0: never.
+    hedged_decoders: Send a decode-first stream to this many decode engines at once, if they support
+        cache_hit_threshold. The first engine that accepts answers. 0 or 1: no hedging.
     """
 
     decode_first_threshold: fields.Share = 0.0
@@ -155,17 +152,16 @@ class ConversationSettings(SettingsGroup):
     """Conversations
 
     conversation_store: Where the router records which decode engine holds a turn: memory (this
-        process), off, or a Redis URL that several routers share (redis://, rediss://,
-        redis+cluster://, redis+sentinel://).
-    conversation_store_password: Redis password. A variable is safer than a flag.
+        process), off, or a Redis URL that routers share (redis://, rediss://, redis+cluster://,
+        redis+sentinel://).
+    conversation_store_password: Redis password.
     conversation_store_password_file: File with the Redis password, read at start, and when Redis
         refuses it.
-    conversation_store_key: Secret that signs turns in Redis; use the same one at all routers that
-        share the store. Without it, routers do not reuse each other's turns. A variable is safer
-        than a flag.
-    conversation_store_key_file: File with the secrets that sign turns, one a line, read at start.
-        The first line signs, each line verifies.
-    conversation_store_timeout: Longest wait for Redis. After it, the router serves the turn without
+    conversation_store_key: Secret that signs turns in Redis, the same at all routers that share the
+        store. Without it, routers do not reuse each other's turns.
+    conversation_store_key_file: File with these secrets, one a line, read at start. The first line
+        signs, each line verifies.
+    conversation_store_timeout: Longest wait for Redis; then the router serves the turn without
         reuse.
     conversation_ttl: How long a turn can be reused. Choose less than decoder_kv_blocks_ttl of the
         decode engines (480).
@@ -175,22 +171,20 @@ class ConversationSettings(SettingsGroup):
     conversation_max_bytes: Largest size of the memory store.
     conversation_ids: Where the router looks for a conversation's id, in this order. With a hyphen
         or after header: a header; else a field of the body. Without an id, verified-prefix
-        recognises chats by their messages where engines verify what they reuse, and prefix does
-        so with all engines.
+        recognises chats by their messages where engines verify what they reuse, and prefix with all
+        engines.
     changing_prompt_lines: Lines that the router removes from the beginning of system texts on
-        /v1/messages, because they change with each request and so prevent the reuse of KV; * stands
+        /v1/messages, because they change with each request and prevent the reuse of KV; * stands
         for any characters. The default is a line of Claude Code. An empty list keeps all lines.
-    conversation_stream: How turns are streamed. auto: relay streams as they come, and reuse the
-        turn if the decode engine puts kv_transfer_params into the stream. exact: request the answer
-        without streaming, and make the stream from the whole answer. A request can set
-        conversation_stream itself.
+    conversation_stream: auto: relay streams as they come, and reuse the turn if the decode engine
+        puts kv_transfer_params into the stream. exact: request the answer unstreamed, and make the
+        stream from it. A request can set conversation_stream itself.
     conversation_unproven: The KV that is reused if engines send no prefix hashes (stock vLLM).
-        tokens: the blocks whose tokens the next prompt begins with, as the engines report them.
-        off: no KV. Unsafe, because chat templates change earlier text and engines do not notice.
-        whole: the last turn with its answer, if the messages extend it. prompt: at most its prompt.
-    reasoning_names: Names of the reasoning in answers of /v1/chat/completions. engine: the name
-        that the engine uses (vLLM: reasoning). both: reasoning and reasoning_content, for clients
-        that read only one of them.
+        tokens: the blocks whose tokens the next prompt begins with, as engines report them. off:
+        none. Unsafe, because chat templates change earlier text: whole (the last turn with its
+        answer, if the messages extend it) and prompt (at most its prompt).
+    reasoning_names: Names of the reasoning in answers of /v1/chat/completions. engine: as the
+        engine (vLLM: reasoning). both: reasoning and reasoning_content.
     tenant_header: Header that identifies the tenant. Tenants never reuse each other's turns.
     affinity_load_factor: Ignore affinity (turn, session, prefix) if the preferred engine has more
         than this multiple of the mean in-flight legs.

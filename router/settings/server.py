@@ -25,20 +25,19 @@ class ServerSettings(SettingsGroup):
 
     host: Bind address; 0.0.0.0 for every interface.
     port: Port to listen on; 0 takes a free port.
-    max_body_size: Largest request body, without compression, in bytes or as in 64MiB. A larger
-        body gets status 413.
+    max_body_size: Largest request body, uncompressed, in bytes or as in 64MiB (else 413).
     max_header_size: Largest header section of a request (else 431) or of an engine's answer (else
         502).
-    max_held_bodies: Memory for request bodies, over all requests. A body beyond the limit gets
-        status 503 before it is read. 0: no limit.
-    max_connections: Largest number of client connections. Requests on further connections get
-        status 503. 0: no limit.
+    max_held_bodies: Memory for request bodies, over all requests. A body beyond it gets status 503
+        before it is read. 0: no limit.
+    max_connections: Largest number of client connections. Requests on further ones get status 503.
+        0: no limit.
     keep_alive_timeout: How long an idle client connection is kept.
     client_read_timeout: Longest time from the first to the last byte of a request (else 408).
-    workers: Number of processes that share the port. Several processes need a shared conversation
-        store (Redis) or none.
-    liveness_port: Additional port for /health and /metrics, served by a separate thread. Use it for
-        liveness probes: it answers while the router is busy. 0 takes a free port.
+    workers: Number of processes that share the port. Several need a conversation store in Redis, or
+        none.
+    liveness_port: Additional port for /health and /metrics, served by a separate thread: it answers
+        while the router is busy. Use it for liveness probes. 0 takes a free port.
     metrics_port: Separate port for /metrics, which the other ports then do not serve. 0 takes a
         free port.
     metrics_host: Bind address of the metrics port (unauthenticated).
@@ -74,12 +73,11 @@ class TimeoutSettings(SettingsGroup):
     prefill_timeout: Longest wait for the answer of a prefill engine, including its queue (else
         504).
     decode_first_byte_timeout: Longest wait for the first byte of a decode engine's answer (else
-        504). An answer that is not streamed sends its first byte when it is complete.
+        504). An unstreamed answer sends its first byte when it is complete.
     stream_idle_timeout: Longest silence within an answer, and longest time that a client may stop
         reading.
     stream_heartbeat: Send an SSE comment to a streaming client after each silence of this length,
-        also before the first byte. After the first comment failures are reported as events, with
-        status 200. 0: no comments.
+        also before the first byte. Later failures are events, with status 200. 0: no comments.
     request_timeout: Longest time for a whole request.
     """
 
@@ -94,17 +92,17 @@ class TimeoutSettings(SettingsGroup):
 class TlsSettings(SettingsGroup):
     """TLS
 
-    tls_certfile: Certificate chain (PEM) of the router. If set, clients are served over TLS. The
-        router watches the certificate and its key.
+    tls_certfile: Certificate chain (PEM) of the router, for TLS with clients. The router watches
+        the certificate and its key.
     tls_keyfile: Private key of that certificate, unless the chain's file contains it.
     tls_client_ca: CA bundle used to verify client certificates (mTLS). Read at start.
-    engine_ca_file: CA bundle used to verify engines with https://. If not set: the system's CAs.
+    engine_ca_file: CA bundle used to verify engines with https://; by default the system's CAs.
         Read at start.
     engine_certfile: Certificate chain (PEM) that the router presents to engines with https://.
         Watched.
     engine_keyfile: Private key of that certificate, unless the chain's file contains it.
-    engine_tls_name: Name in the engines' certificates, if it differs from the host. Pods and DNS
-        names are reached by their IP addresses and need it.
+    engine_tls_name: Name in the engines' certificates, if it differs from the host, as for pods and
+        DNS names, which are reached by IP address.
     """
 
     tls_certfile: Path | None = None
@@ -144,7 +142,7 @@ class AdminSettings(SettingsGroup):
     admin_port: Port of the admin API, which adds and drains engines, sets weights of groups and
         reloads settings. Off if not set; 0 takes a free port.
     admin_host: Bind address of the admin API. Any address other than loopback needs a token.
-    admin_token: Bearer token that the admin API requires. A variable is safer than a flag.
+    admin_token: Bearer token that the admin API requires.
     admin_token_file: File with the admin token, read at start and at reload.
     """
 
@@ -162,8 +160,8 @@ class AdminSettings(SettingsGroup):
 class DashboardSettings(SettingsGroup):
     """Dashboard
 
-    ui: Serve a dashboard at /ui, which shows engines and requests and has a chat.
-    ui_token: Token that the dashboard requires. A variable is safer than a flag.
+    ui: Serve a dashboard at /ui: engines, requests and a chat.
+    ui_token: Token that the dashboard requires.
     ui_token_file: File with the dashboard's token, read at start.
     ui_port: Separate port for the dashboard, which the clients' port then does not serve. 0 takes a
         free port.
@@ -188,9 +186,8 @@ class KeySettings(SettingsGroup):
         limits. `disagg-router key` makes an entry; the router watches the file. If not set,
         requests need no key.
     key_limits_store: Where usage is counted for the keys' limits: memory (this process), or a Redis
-        URL that several routers share. If not set: the conversation store, if that is Redis.
-    engine_api_key: API key that the router sends to engines instead of the client's. A variable is
-        safer than a flag.
+        URL that routers share. If not set: the conversation store, if that is Redis.
+    engine_api_key: API key that the router sends to engines instead of the client's.
     engine_api_key_file: File with the engines' API key, read at start.
     """
 
@@ -205,11 +202,11 @@ class SecuritySettings(SettingsGroup):
 
     cors_origins: Origins of web pages that may send requests and read the answers, as in
         https://chat.example; * allows every origin.
-    lora_updates: Let clients load and unload LoRA adapters at all engines. An engine loads adapters
-        from any path or URL that the client names.
-    trust_client_kv_params: Pass kv_transfer_params, and the internal fields and headers of other
-        routers, of client requests to the decode engine unchanged. They can make an engine connect
-        to any address: enable it only for clients that you trust as much as the operator.
+    lora_updates: Let clients load and unload LoRA adapters at all engines, from any path or URL
+        that the client names.
+    trust_client_kv_params: Pass kv_transfer_params, and internal fields and headers of other
+        routers, from clients to the decode engine. They can make an engine connect to any address:
+        enable it only for clients that you trust as much as the operator.
     """
 
     cors_origins: fields.Origins = ()
@@ -222,7 +219,7 @@ class LogSettings(SettingsGroup):
 
     log_level: Lowest level that is logged.
     log_format: Format of log lines. json: for machines. text: all names and values. short: for a
-        person at a terminal. auto: short on a terminal, else json.
+        terminal. auto: short on a terminal, else json.
     access_log: Log one line for each request.
     """
 
