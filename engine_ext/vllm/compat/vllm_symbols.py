@@ -3,8 +3,7 @@
 For each feature, all that is taken for granted of vLLM's interior; tier 2 is in
 `engine_ext.vllm.optional`. An imported name needs no symbol: a module that cannot be imported turns
 its feature off. Tests find every attribute that a module takes of vLLM's objects and that is not in
-the tables. The sentence above rows is their reason; `scripts/write_vllm_names.py` lists the
-names in docs/development.md.
+the tables. The sentence above rows is their reason.
 """
 
 from engine_ext.vllm.compat.probe import ANY, Feature, symbols
