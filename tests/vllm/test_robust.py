@@ -1,6 +1,11 @@
 """Requests and messages that end stock vLLM 0.32, or hang it, or make it answer wrong.
 
-R1 to R14 as in docs/test-inventory.md; R2 and R3 are push mode's, R9 is in test_queue.py, R13 in
+R1, R2: params without a peer end the engine. R3, R4: a missing key ends it, or the request waits
+forever. R5: prompts of the two legs differ in length. R6, R7: block ids that are no integers, or
+flat; unreachable peer. R8: an odd message ends the listener. R9, R10: turns: flag off, expired.
+R11: a shorter or edited turn gives wrong KV. R12: params that request nothing pin blocks. R13: an
+idle engine uses a core. R14: a notification without `:` ends the engine. R2 and R3 are tested in
+test_push.py, R8 in tests/integration/test_listener.py, R9 in test_queue.py, R11 and R13 in
 test_answers.py.
 """
 
