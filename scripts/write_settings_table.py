@@ -14,7 +14,6 @@ from router.settings import (
     flag_of,
     group_title,
     metavar_of,
-    unit_of,
     value_text,
 )
 from scripts.chart_schema import SCHEMA, with_settings
@@ -45,7 +44,7 @@ def _row(name: str) -> str:
     value = metavar_of(name).replace("|", "\\|") + (" ..." if is_list else "")
     setting = f'<a id="{flag_of(name)[2:]}"></a>`{f"{flag_of(name)} {value}".strip()}`'
     shown = value_text(field.default)
-    default = f"`{shown}` {unit_of(name)}".strip() if shown else ""
+    default = f"`{shown}`" if shown else ""
     reload = "reload" if name in RELOADABLE else ""
     return f"| {setting} | {default} | {reload} | {description_of(name)} |"
 
