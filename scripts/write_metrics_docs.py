@@ -1,7 +1,7 @@
 """Writes docs/metrics.md: every metric of the router, as its definition says.
 
-The advice for operators, the last paragraph of each metric, is written by hand in the document, and
-so is all that follows the router's metrics.
+The advice for operators, a second paragraph where a metric needs it, is written by hand in the
+document, and so is all that follows the router's metrics.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def document() -> str:
     before, tail, after = DOCUMENT.read_text(encoding="utf-8").partition(TAIL)
     parts = (part.split("\n\n") for part in before.split(SECTION)[1:])
     advice = {name.rstrip("`"): " ".join(paragraphs) for name, _, *paragraphs in parts}
-    sections = [_section(one, advice.get(one.name) or "TODO") for one in Metrics().described]
+    sections = [_section(one, advice.get(one.name, "TODO")) for one in Metrics().described]
     return "\n".join([HEAD, *sections]) + tail + after
 
 
@@ -52,7 +52,7 @@ def _section(one: MetricDescription, advice: str) -> str:
     kind = f"*{one.kind}*, by {labels}" if labels else f"*{one.kind}*"
     paragraphs = (f"{kind}. {one.text}", " ".join(advice.split()))
     text = "\n\n".join(textwrap.fill(each, 100, break_on_hyphens=False) for each in paragraphs)
-    return f"### `{one.name}`\n\n{text}\n"
+    return f"### `{one.name}`\n\n{text.rstrip()}\n"
 
 
 if __name__ == "__main__":

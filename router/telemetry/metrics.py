@@ -26,7 +26,7 @@ class Metrics:
         self.queue_depth = made.gauge("queue_depth", "Requests that wait for a slot at an engine.")
         self.refusals = made.local_counter(
             "refusals{reason}",
-            "Requests and connections that the router rejected because of its limits.",
+            "Requests and connections that the router's limits rejected.",
         )
         self.connections = made.gauge("client_connections", "Open client connections.")
         self.held_bodies = made.gauge("held_body_bytes", "Bytes of request bodies in memory.")
@@ -50,28 +50,28 @@ class Metrics:
         )
         self.engine_shares_id = made.callback_gauge(
             "engine_shares_id{role,engine}",
-            "1 for each engine whose engine_id another engine has as well; else absent.",
+            "1 for each engine with the engine_id of another; else absent.",
         )
         self.engine_degraded = made.callback_gauge(
             "engine_degraded{role,engine,reason}",
             "1 for each healthy engine that exchanges KV with no engine of the other role, or "
-            "that shares its engine_id, with the reason; else absent.",
+            "shares its engine_id; else absent.",
         )
         self.engine_circuit = made.callback_gauge(
             "engine_circuit{role,engine}",
-            "Circuit breaker of an engine. 0: closed, 1: half open (one request may try), 2: open "
-            "(the router avoids the engine after failures).",
+            "Circuit breaker of an engine. 0: closed, 1: half open (one request may try), 2: "
+            "open (avoided after failures).",
         )
         self.engine_prefill_rate = made.callback_gauge(
             "engine_prefill_tokens_per_second{role,engine}",
-            "Prompt tokens per second that an engine computes, by its prefill legs; absent until "
-            "it has computed eight samples of 8,192 tokens or more.",
+            "Prompt tokens per second that an engine computes; absent until it has computed "
+            "eight samples of 8,192 tokens or more.",
         )
         self.engine_preferred_role = made.callback_gauge(
             "engine_preferred_role{group,engine,preferred,reason}",
             "1 for each available engine of both roles, by the legs that it gets now: prefill, "
-            "decode, or both (each request goes where it costs least), with the reason. Absent if "
-            "there is no choice.",
+            "decode, or both (each request goes where it costs least). Absent if there is no "
+            "choice.",
         )
         self.role_changes = made.callback_counter(
             "role_changes{group}",
@@ -79,8 +79,8 @@ class Metrics:
         )
         self.engines_needed = made.callback_gauge(
             "engines_needed{group,role}",
-            "Engines that the requests of this router need, by the measured speed of the engines. "
-            "Sum over the routers. Engines of both roles count in both roles.",
+            "Engines that the requests of this router need, by their measured speed. Engines of "
+            "both roles count in both.",
         )
         self.warm_ups = made.counter(
             "warm_ups{outcome}", "Warm-up requests through new pairs of engines."
@@ -88,42 +88,44 @@ class Metrics:
         self.load_failures = made.local_counter(
             "kv_load_failures{scope}",
             "KV loads that decode engines reported as failed. pair: the two engines cannot "
-            "exchange KV; request: only this request's KV was gone.",
+            "exchange KV; request: this request's KV was gone.",
         )
         self.kv_canary = made.local_counter(
             "kv_canary{outcome}",
-            "First tokens of decode engines that were compared with those of their prefill "
-            "engines. disagreed: the KV was wrong, and the request was computed again. "
-            "not_comparable: an engine did not report enough. engines_differ: the decode engine "
-            "disagreed without transferred KV, too.",
+            "First tokens of decode engines, compared with those of their prefill engines. "
+            "disagreed: the KV was wrong, and the request was computed again. not_comparable: "
+            "an engine did not report enough. engines_differ: the decode engine disagreed "
+            "without transferred KV, too.",
         )
         self.kv_canary.add(("disagreed",), 0)  # or its first increase would not be one
         self.pair_avoided = made.callback_gauge(
             "pair_avoided{prefiller,decoder}",
-            "1 for two engines that could not exchange KV, or exchanged wrong KV, and are paired "
-            "with other engines for a while; else absent.",
+            "1 for two engines that could not exchange KV, or exchanged wrong KV, and are not "
+            "paired for a while; else absent.",
         )
         self.pair_rate = made.callback_gauge(
             "pair_bytes_per_second{source,target}",
-            "KV bytes per second between two engines while blocks move; of the slowest 256 pairs. "
+            "KV bytes per second between two engines while blocks move; the slowest 256 pairs. "
             "The source is empty for a stock engine.",
         )
         self.pair_seconds = made.callback_gauge(
             "pair_transfer_seconds{source,target}",
             "Mean time of the last KV transfers between two engines, with the wait behind other "
-            "transfers; of the slowest 256 pairs.",
+            "transfers; the slowest 256 pairs.",
         )
         self.pair_slowness = made.callback_gauge(
             "pair_slowness{source,target}",
-            "Median rate of neighbouring pairs of engines, divided by the rate of this pair. Only "
-            "pairs below a third of that median, whose transfers take more than three times as "
-            "long, have a sample.",
+            "Median rate of neighbouring pairs, divided by the rate of this pair. Only pairs "
+            "below a third of that median, with transfers more than three times as long, have a "
+            "sample.",
         )
         self.group_engines = made.callback_gauge(
             "group_engines{group,role}", "Usable engines of a group."
         )
         self.group_weight = made.callback_gauge(
-            "group_weight{group}", "Share of requests that a group gets, relative to other groups."
+            "group_weight{group}",
+            "Share of requests that a group gets, relative to other groups; set by operators "
+            "and lists of engines.",
         )
         self.source_engines = made.callback_gauge(
             "source_engines{source}", "Engines in the last list of a discovery source."
@@ -140,14 +142,14 @@ class Metrics:
             "fleet_changes{change}", "Engines that were added, removed or changed."
         )
         self.upstream_errors = made.counter(
-            "upstream_errors{role,kind}", "Failed request legs, by kind of failure."
+            "upstream_errors{role,kind}", "Failed request legs, by kind."
         )
         self.retries = made.counter(
             "retries{role,kind}", "Failed request legs that the router retried."
         )
         self.client_disconnects = made.counter(
             "client_disconnects{stage}",
-            "Clients that disconnected before the end of their answer, by stage of the request.",
+            "Clients that disconnected before the end of their answer, by stage.",
         )
         self.prefill_without_params = made.counter(
             "prefill_without_params",
@@ -160,8 +162,8 @@ class Metrics:
         self.conversation_entries = made.gauge("conversation_entries", "Turns in the memory store.")
         self.conversation_store_errors = made.counter(
             "conversation_store_errors{operation,result}",
-            "Operations on the conversation store that failed, that were skipped after a failure, "
-            "or that found an entry with a wrong signature.",
+            "Operations on the conversation store that failed, were skipped after a failure, or "
+            "found a wrong signature.",
         )
         self.resumes = made.local_counter(
             "resumes{kind,outcome}",
@@ -174,8 +176,8 @@ class Metrics:
         )
         self.loans = made.local_counter(
             "prefix_loans{outcome}",
-            "Request legs that named engines from whose prefix caches their engine could borrow. "
-            "cached: the engine's own cache held the prefix by then.",
+            "Request legs whose engine could borrow from other engines' prefix caches. cached: "
+            "the engine's own cache held the prefix by then.",
         )
         self.loan_tokens = made.local_counter(
             "prefix_loan_tokens",
@@ -202,11 +204,11 @@ class Metrics:
         )
         self.rate_limited = made.counter(
             "rate_limited{key,limit}",
-            "Requests that were rejected because of a limit of their API key.",
+            "Requests that a limit of their API key rejected.",
         )
         self.key_limit_errors = made.counter(
             "key_limit_errors{operation,result}",
-            "Operations on the Redis of the keys' limits that failed, or were skipped after a "
+            "Operations on the Redis of the keys' limits that failed or were skipped after a "
             "failure.",
         )
         self.peer_routers = made.gauge(
