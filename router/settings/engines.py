@@ -17,7 +17,7 @@ class EngineSettings(SettingsGroup):
 
     prefill: Prefill engines: http://HOST:PORT, https://HOST:PORT or HOST:PORT.
     decode: Decode engines.
-    prefiller_hosts: Prefill engines in the form of vLLM's example proxies: HOST, HOST:PORT or a URL
+    prefiller_hosts: Prefill engines as vLLM's example proxies take them: HOST, HOST:PORT or a URL
         without a path. A host without a port takes one from the ports.
     prefiller_ports: HTTP ports for prefill hosts without one: one for each, one for all, or several
         for one host.
@@ -25,11 +25,11 @@ class EngineSettings(SettingsGroup):
     decoder_ports: HTTP ports for decode hosts without one.
     kv_protocol: How the engines move KV. auto: nixl (our engines, vLLM's NixlConnector), mooncake
         (vLLM's MooncakeConnector), sglang or trtllm, as their pages show. moriio: vLLM's
-        MoRIIOConnector in WRITE mode. store: engines share a KV store (LMCache, MooncakeStore).
-        Engines of a file or of Kubernetes can differ.
+        MoRIIOConnector in WRITE mode. store: a KV store (LMCache, MooncakeStore). Engines of a file
+        or of Kubernetes can differ.
     bootstrap_port: Port of the prefill engines' bootstrap servers, for mooncake.
     model_alias: Further names of models, as in claude-*=NAME: * is any text, NAME a model that
-        engines serve. The first match counts; names that engines serve are no aliases.
+        engines serve. The first match counts.
     """
 
     prefill: fields.EngineUrls = ()
@@ -131,8 +131,7 @@ class DiscoverySettings(SettingsGroup):
 
     engines_file: YAML file that lists engines. The router watches the file and follows its changes.
     prefiller_dns: DNS names of prefill engines: name:port (A, AAAA), or _http._tcp.name (SRV), with
-        https:// before it for TLS. Every address is an engine. The router resolves a name again
-        when its TTL ends.
+        https:// before it for TLS. Every address is an engine; the TTL is respected.
     decoder_dns: The same of decode engines.
     kubernetes_prefill_selector: Label selector of the prefill engines' pods.
     kubernetes_decode_selector: Label selector of the decode engines' pods.
@@ -143,7 +142,7 @@ class DiscoverySettings(SettingsGroup):
     kubernetes_scheme: Scheme for pods without the annotation disagg-router.io/scheme.
     warm_up: Send one tiny request through each new pair of engines, so that no client waits for
         their handshake. lazy: for engines that arrive while the router runs. eager: for all
-        engines, before any other request.
+        engines, before other requests.
     """
 
     engines_file: Path | None = None
@@ -180,8 +179,8 @@ class ConnectionSettings(SettingsGroup):
     engine_idle_age: How long an idle connection to an engine is kept. Choose less than the engines'
         keep-alive timeout (5 s in vLLM).
     max_answer_size: Largest answer that the router holds whole: prefill answers and errors.
-    max_held_answers: Memory for answers above 224 KiB that are held whole, over all requests. An
-        answer beyond the limit gets status 503. 0: no limit.
+    max_held_answers: Memory for answers above 224 KiB that are held whole, over all requests (else
+        503). 0: no limit.
     """
 
     engine_idle_connections: fields.Count = 256

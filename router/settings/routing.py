@@ -34,12 +34,12 @@ UNSAFE_REUSE = ("whole", "prompt")
 class AdmissionSettings(SettingsGroup):
     """Admission
 
-    max_engine_requests: Largest number of requests that this process has at one engine, with the
-        engine's queue. Further requests wait in the router. 0: no limit.
-    max_engine_prefill_tokens: Largest number of prompt tokens (estimated) that one engine computes
-        at a time. A larger prompt waits until the engine computes none. 0: no limit.
-    queue_size: Largest number of requests that wait for a slot at an engine; tenants take turns. A
-        request beyond it gets status 429 if its own tenant fills the queue, else 503. 0: no queue.
+    max_engine_requests: Largest number of requests of this process at one engine, queued ones
+        included. Further requests wait in the router. 0: no limit.
+    max_engine_prefill_tokens: Prompt tokens (estimated) that one engine computes at a time. A
+        larger prompt waits until the engine computes none. 0: no limit.
+    queue_size: Largest number of requests that wait for a slot at an engine; tenants take turns.
+        Further requests get status 429 if their own tenant fills the queue, else 503. 0: no queue.
     queue_timeout: Longest wait for a slot at an engine (else 503).
     queue_priorities: Order the queue by priority, lower first: the header X-Vllm-Priority, else the
         body's priority, else 0.
@@ -61,43 +61,42 @@ class SelectionSettings(SettingsGroup):
     first_token: Whose first token the client gets. auto: the prefill engine's, if both engines
         support the hand-over; the decode engine continues with the second. decoder: the decode
         engine samples it again.
-    kv_canary: Share of the requests to two engines in which the router compares both engines'
-        log-probabilities of the first token, to find KV that was transferred wrongly. With
-        temperature 0 the router compares the first token of each request. 0: never.
+    kv_canary: Share of the requests to two engines whose first token's log-probabilities the router
+        compares, to find wrongly transferred KV. With temperature 0 it compares the first token of
+        each request. 0: never.
     max_resumes: How often another decode engine continues a stream after a failure, and how often
-        after a preemption return, if the engines support it. 0: never.
+        after a preemption return. 0: never.
     migrate_on_drain: Move the streams of a draining decode engine to other engines, which read the
-        KV from it. Needs our connector. Without it, streams run to their end, unless an operator
+        KV from it. Needs our connector. Otherwise streams run to their end, unless an operator
         drains with --migrate.
-    max_resume_memory: Memory for the token ids of all resumable streams (4 bytes a token). A stream
-        beyond it is not resumed. 0: no limit.
+    max_resume_memory: Memory for the token ids of resumable streams (4 bytes a token). Streams
+        beyond it are not resumed. 0: no limit.
     prefill_policy: Policy that selects a prefill engine. least_loaded: fewest tokens in flight.
         power_of_two: the less loaded of two random engines. session: the conversation's own engine.
-        prefix: the engine with the least to compute, which is what its cache lacks of the prompt
-        and a third of what is queued.
+        prefix: least to compute, which is what the cache lacks of the prompt and a third of the
+        queue.
     decode_policy: Policy that selects a decode engine for requests without a conversation turn.
-        prefix: the engine whose cache holds most of the prompt, unless it is too busy, else by
+        prefix: the engine whose cache holds most of the prompt, unless it is too busy; else by
         load.
-    max_prefix_memory: Memory for what the policy prefix knows about caches. If caches hold more,
-        the router remembers every second, fourth ... chunk of a prompt.
+    max_prefix_memory: Memory for what the policy prefix knows about caches. If they hold more, it
+        remembers every second, fourth ... chunk of a prompt.
     host_cache_tokens: Tokens of KV that each engine keeps outside its accelerator, for the policy
-        prefix. Engines report those in the accelerator.
-    share_routing: Exchange load and the contents of caches with other routers, through the Redis of
+        prefix.
+    share_routing: Exchange load and contents of caches with other routers, through the Redis of
         --conversation-store. Needs --conversation-store-key. Without Redis, only the workers of one
-        router exchange them.
+        router do.
     share_prefix_cache: Let an engine read the beginning of a prompt from another engine's prefix
-        cache, if that is faster than computing it. Needs engines whose identity page has borrows,
-        and others with lends.
+        cache, if that is faster than computing it. Needs borrows and lends on the engines' identity
+        pages.
     min_remote_prefill_tokens: Let the decode engine compute the prompt if it lacks fewer tokens
-        than this (estimated). The router knows cached tokens of conversations, and with
-        --decode-policy prefix of all prompts. 0: never.
-    target_itl: Let the decode engine compute the prompt if its steps keep this ITL, and if that is
-        sooner than a prefill engine. It limits no step. Needs decode engines with our connector. 0:
-        off.
+        than this (estimated). With --decode-policy prefix the router knows cached tokens of all
+        prompts, else of conversations. 0: never.
+    target_itl: Let the decode engine compute the prompt if its steps keep this ITL and it is sooner
+        than a prefill engine. It limits no step. Needs decode engines with our connector. 0: off.
     without_prefiller: If no prefill engine is usable: let a decode engine compute the prompt, or
         answer 503.
     without_prefiller_tokens: Longest prompt in tokens (estimated) that a decode engine computes if
-        no prefill engine is usable. Longer ones get status 503.
+        no prefill engine is usable (else 503).
     group_weights: Shares of requests for groups of engines, as in blue=9 green=1. Any other group's
         share is the sum of its engines' weights.
     """
@@ -135,12 +134,12 @@ class DecodeFirstSettings(SettingsGroup):
     """Decode first
 
     decode_first_threshold: Send a request to a decode engine first, with this cache_hit_threshold
-        unless the request has one. The engine answers alone if its cache holds this share of the
-        prompt. 0: off.
+        unless it has one. The engine answers alone if its cache holds this share of the prompt. 0:
+        off.
     decode_first_turns: Send a turn to its decode engine first if the engine holds about this share
         of the prompt and supports cache_hit_threshold. 0: never.
-    hedged_decoders: Send a decode-first stream to this many decode engines at once, if they support
-        cache_hit_threshold. The first engine that accepts answers. 0 or 1: no hedging.
+    hedged_decoders: Send a decode-first stream to this many decode engines, if they support
+        cache_hit_threshold. The first that accepts answers. 0 or 1: no hedging.
     """
 
     decode_first_threshold: fields.Share = 0.0
@@ -161,8 +160,7 @@ class ConversationSettings(SettingsGroup):
         store. Without it, routers do not reuse each other's turns.
     conversation_store_key_file: File with these secrets, one a line, read at start. The first line
         signs, each line verifies.
-    conversation_store_timeout: Longest wait for Redis; then the router serves the turn without
-        reuse.
+    conversation_store_timeout: Longest wait for Redis; then the turn is served without reuse.
     conversation_ttl: How long a turn can be reused. Choose less than decoder_kv_blocks_ttl of the
         decode engines (480).
     responses_ttl: How long a response of /v1/responses can be continued (previous_response_id).
@@ -170,15 +168,15 @@ class ConversationSettings(SettingsGroup):
     conversation_max_entries: Largest number of turns in the memory store; the oldest are dropped.
     conversation_max_bytes: Largest size of the memory store.
     conversation_ids: Where the router looks for a conversation's id, in this order. With a hyphen
-        or after header: a header; else a field of the body. Without an id, verified-prefix
-        recognises chats by their messages where engines verify what they reuse, and prefix with all
+        or after header: a header; else a field of the body. Without an id, chats are recognised by
+        their messages: verified-prefix where engines verify what they reuse, prefix with all
         engines.
     changing_prompt_lines: Lines that the router removes from the beginning of system texts on
         /v1/messages, because they change with each request and prevent the reuse of KV; * stands
-        for any characters. The default is a line of Claude Code. An empty list keeps all lines.
-    conversation_stream: auto: relay streams as they come, and reuse the turn if the decode engine
-        puts kv_transfer_params into the stream. exact: request the answer unstreamed, and make the
-        stream from it. A request can set conversation_stream itself.
+        for any characters. The default is a line of Claude Code. An empty list: none.
+    conversation_stream: auto: relay streams as they come, and reuse the turn if the stream has
+        kv_transfer_params. exact: request the answer unstreamed, and make the stream from it. A
+        request can set conversation_stream itself.
     conversation_unproven: The KV that is reused if engines send no prefix hashes (stock vLLM).
         tokens: the blocks whose tokens the next prompt begins with, as engines report them. off:
         none. Unsafe, because chat templates change earlier text: whole (the last turn with its

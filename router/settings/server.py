@@ -28,18 +28,17 @@ class ServerSettings(SettingsGroup):
     max_body_size: Largest request body, uncompressed, in bytes or as in 64MiB (else 413).
     max_header_size: Largest header section of a request (else 431) or of an engine's answer (else
         502).
-    max_held_bodies: Memory for request bodies, over all requests. A body beyond it gets status 503
-        before it is read. 0: no limit.
-    max_connections: Largest number of client connections. Requests on further ones get status 503.
-        0: no limit.
+    max_held_bodies: Memory for request bodies, over all requests (else 503, before the body is
+        read). 0: no limit.
+    max_connections: Largest number of client connections (else 503). 0: no limit.
     keep_alive_timeout: How long an idle client connection is kept.
     client_read_timeout: Longest time from the first to the last byte of a request (else 408).
     workers: Number of processes that share the port. Several need a conversation store in Redis, or
         none.
-    liveness_port: Additional port for /health and /metrics, served by a separate thread: it answers
-        while the router is busy. Use it for liveness probes. 0 takes a free port.
-    metrics_port: Separate port for /metrics, which the other ports then do not serve. 0 takes a
-        free port.
+    liveness_port: Additional port for /health and /metrics, for liveness probes: it answers while
+        the router is busy. 0 takes a free port.
+    metrics_port: Separate port for /metrics; the other ports then do not serve it. 0 takes a free
+        port.
     metrics_host: Bind address of the metrics port (unauthenticated).
     shutdown_delay: After SIGTERM: how long the router still accepts requests while /ready answers
         503.
@@ -77,7 +76,7 @@ class TimeoutSettings(SettingsGroup):
     stream_idle_timeout: Longest silence within an answer, and longest time that a client may stop
         reading.
     stream_heartbeat: Send an SSE comment to a streaming client after each silence of this length,
-        also before the first byte. Later failures are events, with status 200. 0: no comments.
+        also before the first byte. Later failures are events with status 200. 0: off.
     request_timeout: Longest time for a whole request.
     """
 
@@ -140,7 +139,7 @@ class AdminSettings(SettingsGroup):
     """Admin
 
     admin_port: Port of the admin API, which adds and drains engines, sets weights of groups and
-        reloads settings. Off if not set; 0 takes a free port.
+        reloads settings. 0 takes a free port.
     admin_host: Bind address of the admin API. Any address other than loopback needs a token.
     admin_token: Bearer token that the admin API requires.
     admin_token_file: File with the admin token, read at start and at reload.
@@ -163,7 +162,7 @@ class DashboardSettings(SettingsGroup):
     ui: Serve a dashboard at /ui: engines, requests and a chat.
     ui_token: Token that the dashboard requires.
     ui_token_file: File with the dashboard's token, read at start.
-    ui_port: Separate port for the dashboard, which the clients' port then does not serve. 0 takes a
+    ui_port: Separate port for the dashboard; the clients' port then does not serve it. 0 takes a
         free port.
     ui_host: Bind address of the dashboard's port.
     """
@@ -183,10 +182,9 @@ class KeySettings(SettingsGroup):
     """API keys
 
     api_keys_file: YAML file of the API keys that clients must send, as digests, with owners and
-        limits. `disagg-router key` makes an entry; the router watches the file. If not set,
-        requests need no key.
+        limits; watched. `disagg-router key` makes an entry. If not set, requests need no key.
     key_limits_store: Where usage is counted for the keys' limits: memory (this process), or a Redis
-        URL that routers share. If not set: the conversation store, if that is Redis.
+        URL that routers share. By default the conversation store, if that is Redis.
     engine_api_key: API key that the router sends to engines instead of the client's.
     engine_api_key_file: File with the engines' API key, read at start.
     """
@@ -201,12 +199,12 @@ class SecuritySettings(SettingsGroup):
     """Security
 
     cors_origins: Origins of web pages that may send requests and read the answers, as in
-        https://chat.example; * allows every origin.
+        https://chat.example; * allows all.
     lora_updates: Let clients load and unload LoRA adapters at all engines, from any path or URL
         that the client names.
     trust_client_kv_params: Pass kv_transfer_params, and internal fields and headers of other
         routers, from clients to the decode engine. They can make an engine connect to any address:
-        enable it only for clients that you trust as much as the operator.
+        only for clients that you trust as much as the operator.
     """
 
     cors_origins: fields.Origins = ()
