@@ -67,9 +67,12 @@ def is_nightly(path: str, name: str) -> bool:
 def tables() -> str:
     parts: list[str] = []
     for group in dict.fromkeys(each["group"] for each in FEATURES):
-        parts += [f"\n### {group}\n", f"| | {' | '.join(COLUMNS.values())} |", "|---|---|---|---|"]
-        for feature in (each for each in FEATURES if each["group"] == group):
-            cells = (text_of(feature, column) for column in COLUMNS)
+        features = [each for each in FEATURES if each["group"] == group]
+        columns = [column for column in COLUMNS if any(column in each for each in features)]
+        head = "".join(f" {COLUMNS[column]} |" for column in columns)
+        parts += [f"\n### {group}\n", f"| |{head}", f"|---|{'---|' * len(columns)}"]
+        for feature in features:
+            cells = (text_of(feature, column) for column in columns)
             parts.append(f"| {feature['name']} | {' | '.join(cells)} |")
     parts += ["\n### Models by name\n", "| models | caches | vLLM 0.32 and 0.33 |", "|---|---|---|"]
     for (caches, proof), families in groupby(FAMILIES, itemgetter("caches", "proof")):
