@@ -76,7 +76,7 @@ def tables() -> str:
             parts.append(f"| {feature['name']} | {' | '.join(cells)} |")
     parts += ["\n### Models by name\n", "| models | caches | vLLM 0.32 and 0.33 |", "|---|---|---|"]
     for (caches, proof), families in groupby(FAMILIES, itemgetter("caches", "proof")):
-        models = ", ".join(family["models"] for family in families)
+        models = "; ".join(family["models"] for family in families)
         parts.append(f"| {models} | {caches} | {proof} |")
     parts.append("\n### Messages of refusals\n")
     cells_of = (feature.get(column, {}) for feature in FEATURES for column in COLUMNS)
