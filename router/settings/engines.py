@@ -17,8 +17,8 @@ class EngineSettings(SettingsGroup):
 
     prefill: Prefill engines: http://HOST:PORT, https://HOST:PORT or HOST:PORT.
     decode: Decode engines.
-    prefiller_hosts: Prefill engines as vLLM's example proxies take them: HOST, HOST:PORT or a URL
-        without a path. A host without a port takes one from the ports.
+    prefiller_hosts: Prefill engines as for vLLM's example proxies: HOST, HOST:PORT or a URL without
+        a path.
     prefiller_ports: HTTP ports for prefill hosts without one: one for each, one for all, or several
         for one host.
     decoder_hosts: The same of decode engines.
@@ -140,9 +140,9 @@ class DiscoverySettings(SettingsGroup):
     kubernetes_config: Kubeconfig file for a router outside the cluster. By default the pod's
         service account, else $KUBECONFIG, else ~/.kube/config.
     kubernetes_scheme: Scheme for pods without the annotation disagg-router.io/scheme.
-    warm_up: Send one tiny request through each new pair of engines, so that no client waits for
-        their handshake. lazy: for engines that arrive while the router runs. eager: for all
-        engines, before other requests.
+    warm_up: Send a tiny request through each new pair of engines, so that no client waits for their
+        handshake. lazy: for engines that arrive while the router runs. eager: for all, before other
+        requests.
     """
 
     engines_file: Path | None = None

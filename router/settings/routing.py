@@ -39,7 +39,7 @@ class AdmissionSettings(SettingsGroup):
     max_engine_prefill_tokens: Prompt tokens (estimated) that one engine computes at a time. A
         larger prompt waits until the engine computes none. 0: no limit.
     queue_size: Largest number of requests that wait for a slot at an engine; tenants take turns.
-        Further requests get status 429 if their own tenant fills the queue, else 503. 0: no queue.
+        Further ones get status 429 if their own tenant fills the queue, else 503. 0: no queue.
     queue_timeout: Longest wait for a slot at an engine (else 503).
     queue_priorities: Order the queue by priority, lower first: the header X-Vllm-Priority, else the
         body's priority, else 0.
@@ -62,8 +62,8 @@ class SelectionSettings(SettingsGroup):
         support the hand-over; the decode engine continues with the second. decoder: the decode
         engine samples it again.
     kv_canary: Share of the requests to two engines whose first token's log-probabilities the router
-        compares, to find wrongly transferred KV. With temperature 0 it compares the first token of
-        each request. 0: never.
+        compares, to find wrongly transferred KV. With temperature 0 it compares all first tokens.
+        0: never.
     max_resumes: How often another decode engine continues a stream after a failure, and how often
         after a preemption return. 0: never.
     migrate_on_drain: Move the streams of a draining decode engine to other engines, which read the
@@ -79,7 +79,7 @@ class SelectionSettings(SettingsGroup):
         prefix: the engine whose cache holds most of the prompt, unless it is too busy; else by
         load.
     max_prefix_memory: Memory for what the policy prefix knows about caches. If they hold more, it
-        remembers every second, fourth ... chunk of a prompt.
+        remembers only some chunks of a prompt.
     host_cache_tokens: Tokens of KV that each engine keeps outside its accelerator, for the policy
         prefix.
     share_routing: Exchange load and contents of caches with other routers, through the Redis of
@@ -89,7 +89,7 @@ class SelectionSettings(SettingsGroup):
         cache, if that is faster than computing it. Needs borrows and lends on the engines' identity
         pages.
     min_remote_prefill_tokens: Let the decode engine compute the prompt if it lacks fewer tokens
-        than this (estimated). With --decode-policy prefix the router knows cached tokens of all
+        than this (estimated). With --decode-policy prefix the router knows what is cached of all
         prompts, else of conversations. 0: never.
     target_itl: Let the decode engine compute the prompt if its steps keep this ITL and it is sooner
         than a prefill engine. It limits no step. Needs decode engines with our connector. 0: off.
@@ -168,19 +168,19 @@ class ConversationSettings(SettingsGroup):
     conversation_max_entries: Largest number of turns in the memory store; the oldest are dropped.
     conversation_max_bytes: Largest size of the memory store.
     conversation_ids: Where the router looks for a conversation's id, in this order. With a hyphen
-        or after header: a header; else a field of the body. Without an id, chats are recognised by
-        their messages: verified-prefix where engines verify what they reuse, prefix with all
-        engines.
+        or after header: a header; else a field of the body. verified-prefix and prefix recognise
+        chats without an id by their messages: the former where engines verify what they reuse, the
+        latter with all engines.
     changing_prompt_lines: Lines that the router removes from the beginning of system texts on
-        /v1/messages, because they change with each request and prevent the reuse of KV; * stands
-        for any characters. The default is a line of Claude Code. An empty list: none.
+        /v1/messages, because they change with each request; * stands for any characters. The
+        default is a line of Claude Code.
     conversation_stream: auto: relay streams as they come, and reuse the turn if the stream has
         kv_transfer_params. exact: request the answer unstreamed, and make the stream from it. A
         request can set conversation_stream itself.
-    conversation_unproven: The KV that is reused if engines send no prefix hashes (stock vLLM).
-        tokens: the blocks whose tokens the next prompt begins with, as engines report them. off:
-        none. Unsafe, because chat templates change earlier text: whole (the last turn with its
-        answer, if the messages extend it) and prompt (at most its prompt).
+    conversation_unproven: KV that is reused if engines send no prefix hashes (stock vLLM). tokens:
+        blocks whose tokens the next prompt begins with, as engines report them. off: none. Unsafe,
+        because chat templates change earlier text: whole (the last turn with its answer, if the
+        messages extend it) and prompt (at most its prompt).
     reasoning_names: Names of the reasoning in answers of /v1/chat/completions. engine: as the
         engine (vLLM: reasoning). both: reasoning and reasoning_content.
     tenant_header: Header that identifies the tenant. Tenants never reuse each other's turns.

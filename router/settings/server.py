@@ -71,8 +71,8 @@ class TimeoutSettings(SettingsGroup):
     connect_timeout: Longest wait for a connection to an engine.
     prefill_timeout: Longest wait for the answer of a prefill engine, including its queue (else
         504).
-    decode_first_byte_timeout: Longest wait for the first byte of a decode engine's answer (else
-        504). An unstreamed answer sends its first byte when it is complete.
+    decode_first_byte_timeout: Longest wait for a decode engine's first byte (else 504). The first
+        byte of an unstreamed answer comes at its end.
     stream_idle_timeout: Longest silence within an answer, and longest time that a client may stop
         reading.
     stream_heartbeat: Send an SSE comment to a streaming client after each silence of this length,
@@ -91,8 +91,8 @@ class TimeoutSettings(SettingsGroup):
 class TlsSettings(SettingsGroup):
     """TLS
 
-    tls_certfile: Certificate chain (PEM) of the router, for TLS with clients. The router watches
-        the certificate and its key.
+    tls_certfile: Certificate chain (PEM) of the router, for TLS with clients; watched, with its
+        key.
     tls_keyfile: Private key of that certificate, unless the chain's file contains it.
     tls_client_ca: CA bundle used to verify client certificates (mTLS). Read at start.
     engine_ca_file: CA bundle used to verify engines with https://; by default the system's CAs.
@@ -138,8 +138,8 @@ class TlsSettings(SettingsGroup):
 class AdminSettings(SettingsGroup):
     """Admin
 
-    admin_port: Port of the admin API, which adds and drains engines, sets weights of groups and
-        reloads settings. 0 takes a free port.
+    admin_port: Port of the admin API: engines, drains, weights of groups, reload. 0 takes a free
+        port.
     admin_host: Bind address of the admin API. Any address other than loopback needs a token.
     admin_token: Bearer token that the admin API requires.
     admin_token_file: File with the admin token, read at start and at reload.
@@ -202,9 +202,9 @@ class SecuritySettings(SettingsGroup):
         https://chat.example; * allows all.
     lora_updates: Let clients load and unload LoRA adapters at all engines, from any path or URL
         that the client names.
-    trust_client_kv_params: Pass kv_transfer_params, and internal fields and headers of other
-        routers, from clients to the decode engine. They can make an engine connect to any address:
-        only for clients that you trust as much as the operator.
+    trust_client_kv_params: Pass clients' kv_transfer_params, and internal fields and headers of
+        other routers, to the decode engine. They can make an engine connect to any address: only
+        for clients that you trust as much as the operator.
     """
 
     cors_origins: fields.Origins = ()
