@@ -95,7 +95,8 @@ def find_difference(prefiller: EngineFacts, decoder: EngineFacts) -> Difference 
     if p.models is not None and d.models is not None and not p.models & d.models:
         return Difference(
             f"models {_listed(sorted(p.models))} and {_listed(sorted(d.models))}",
-            "start both engines with the same --model and --served-model-name",
+            "each model needs engines of both roles: start those that are missing, or start both "
+            "engines with the same --model and --served-model-name",
         )
     if found := find_kv_difference(p.kv, d.kv):
         return found

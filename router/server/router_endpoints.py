@@ -112,10 +112,14 @@ async def _list_models(request: Request) -> Sequence[Model] | Response:
     answers = await asyncio.gather(*(_ask_for_models(engine, shown) for engine in engines))
     lists: list[tuple[Engine, Sequence[Model]]] = []
     for engine, answer in zip(engines, answers, strict=True):
+        found = None
         if answer is not None and answer.status == 200:
             found = models_in(parse_object(answer.body))
-            if found is not None:
-                lists.append((engine, found))
+        if engine.spec.models:  # Its requests name these, whatever its own list has.
+            by_name = {model["id"]: model for model in found or ()}
+            found = [by_name.get(name) or _declared(name) for name in sorted(engine.spec.models)]
+        if found is not None:
+            lists.append((engine, found))
     if lists:
         served = servable_models(lists, gateway.limits.without_prefiller == "decode")
         served = [model for model in served if caller is None or caller.allows_model(model["id"])]
@@ -126,6 +130,10 @@ async def _list_models(request: Request) -> Sequence[Model] | Response:
             return Response(answer.body, answer.status, media_type=kind.decode("latin-1"))
     states = ", ".join(f"{one.name} is {one.health}" for one in gateway.fleet.engines[:MAX_STATES])
     raise NoEngineError(f"no engine answers /v1/models: {states or 'none is known'}")
+
+
+def _declared(name: str) -> Model:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "engines file"}
 
 
 def _listed_aliases(served: Sequence[Model], aliases: ModelAliases) -> Iterator[Model]:

@@ -301,7 +301,7 @@ def test_a_bad_value_is_one_line_without_secrets_and_exit_code_2(
     capsys: pytest.CaptureFixture[str], arguments: str | list[str], complaint: str
 ) -> None:
     words = arguments.split() if isinstance(arguments, str) else arguments
-    (line,) = problems(capsys, *FLAGS, *words)
+    (line,) = problems(capsys, *FLAGS, "--port", "0", *words)
     assert line.startswith("disagg-router: error: ")
     assert complaint in line
     assert "pa55" not in line

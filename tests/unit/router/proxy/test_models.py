@@ -2,6 +2,8 @@
 models are unknown get no requests beside those whose models are known."""
 
 import contextlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +161,25 @@ async def test_engine_whose_models_are_unknown_gets_no_requests_until_they_are_r
     for _ in range(2):
         assert (await router.complete(model="a")).status_code == 200
     assert d2.requests
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+async def test_list_of_models_has_those_that_are_named_in_the_engines_file(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, tmp_path: Path, is_listed: bool
+) -> None:
+    p.models, p.listing = ["b", "c"], None if is_listed else unreadable
+    d.listing = p.listing
+    file = tmp_path / "engines.yaml"
+    listed = [
+        {"url": f"http://127.0.0.1:{one.port}", "role": role, "models": ["a", "b"]}
+        for one, role in ((p, "prefill"), (d, "decode"))
+    ]
+    file.write_text(json.dumps({"engines": listed}))
+    router = await start_router(ps=[], ds=[], engines_file=file)
+    await eventually(lambda: router.engine(d).is_available and router.engine(p).is_available)
+    found = (await router.client.get("/v1/models")).json()["data"]
+    assert sorted(model["id"] for model in found) == ["a", "b"]
+    assert (await router.complete(model="a")).status_code == 200
 
 
 @pytest.mark.parametrize("listing", [unreadable, silent])
