@@ -32,6 +32,8 @@ PACKAGES = {
     "codex": "@openai/codex@0.171.0",
     "opencode": "opencode-ai@1.18.33",
 }
+# Claude Code wants 22 or newer, and npm with an older one does not say so.
+NODE = "node@24.21.0"
 PLACE = Path(os.environ.get("DISAGG_CLIENTS", "/nowhere")).parent / "agents"
 MODEL, CONTEXT = "m", 40_000
 RETAINED = {**KEPT, "prefix_proof": PROOF}
@@ -131,11 +133,11 @@ async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
 
 def installed(name: str) -> Path:
     """Install an agent's package once, and return the folder of its command."""
-    folder = PLACE / PACKAGES[name].replace("/", "_")
+    folder = PLACE / f"{PACKAGES[name]} {NODE}".replace("/", "_")
     if not (folder / ".made").exists():
         folder.mkdir(parents=True, exist_ok=True)
         npm = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
-        subprocess.run([*npm, PACKAGES[name]], check=True, timeout=600)
+        subprocess.run([*npm, NODE, PACKAGES[name]], check=True, timeout=600)
         (folder / ".made").touch()
     return folder / "node_modules" / ".bin"
 
