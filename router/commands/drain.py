@@ -51,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
     text = "Longest wait (default: 600 s); then exit with 1, and the drain continues."
     seconds = number_in(0.001, 1e7, unit="s")
     add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help=text)
+    add = parser.add_mutually_exclusive_group().add_argument
     text = "Move running streams to other engines; default: they run to their end."
     add("--migrate", action="store_true", help=text)
     add("--resume", action="store_true", help="End the drain: the engine gets requests again.")
@@ -109,7 +110,7 @@ class AdminClient:
         """Drain or resume an engine and return its state. Raises CommandError."""
         answer = self._request("POST", f"/admin/engines/{name}/{action}")
         if answer.status_code == 404:
-            raise CommandError(f"{self.url} has no engine {name}{self._names()}")
+            raise self.unknown_engine(name, self.engines())
         return self._engine(answer)
 
     def poll(self, name: str) -> dict[str, Any] | None:
@@ -155,13 +156,13 @@ class AdminClient:
             text += f" (from {TOKEN}, or the file that {TOKEN_FILE} names)"
         return CommandError(f"{self.url} answers {status}: {text}")
 
-    def _names(self) -> str:
-        names = [str(engine.get("name")) for engine in self.engines()]
-        if not names:
-            return ", nor any other"
-        more = len(names) - MAX_LISTED_ENGINES
-        listed = ", ".join(names[:MAX_LISTED_ENGINES])
-        return f"; there are {listed}" + (f" and {more} more" if more > 0 else "")
+    def unknown_engine(self, name: str, engines: Sequence[Mapping[str, Any]]) -> CommandError:
+        """Return the error that lists the engines that the router has."""
+        more = len(engines) - MAX_LISTED_ENGINES
+        listed = ", ".join(str(engine.get("name")) for engine in engines[:MAX_LISTED_ENGINES])
+        others = f"; there are {listed}" if listed else ", nor any other"
+        also = f" and {more} more" if more > 0 else ""
+        return CommandError(f"{self.url} has no engine {name}{others}{also}")
 
 
 def drain_action(migrates: bool) -> str:
@@ -170,16 +171,17 @@ def drain_action(migrates: bool) -> str:
 
 
 def post_to_all(admins: Sequence[AdminClient], name: str, action: str) -> list[dict[str, Any]]:
-    """Post to all routers, even if one fails. Raises CommandError."""
-    engines, problems = [], []
+    """Post to all routers, even if one fails. Raises CommandError, which names the others."""
+    engines, problems = {}, []
     for admin in admins:
         try:
-            engines.append(admin.post(name, action))
+            engines[admin.url] = admin.post(name, action)
         except CommandError as error:
             problems.append(str(error))
     if problems:
+        problems += [f"succeeded only at {' '.join(engines)}"] if engines else []
         raise CommandError("\n".join(problems))
-    return engines
+    return [*engines.values()]
 
 
 def _poll_all(admins: Sequence[AdminClient], name: str) -> list[dict[str, Any]]:

@@ -159,7 +159,7 @@ class DrilledFleet:
         for admin, engines in zip(self._admins, self._engines(), strict=True):
             engine = self._find(engines)
             if engine is None:
-                raise CommandError(f"{admin.url} has no engine {self.name}")
+                raise admin.unknown_engine(self.name, engines)
             if not _is_ready(engine):
                 state = f"{engine.get('health')}, {engine.get('intent')}"
                 raise CommandError(f"{self.name} is not ready: {state} ({admin.url})")

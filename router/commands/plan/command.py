@@ -1,7 +1,7 @@
 """disagg-router plan: how many prefill and decode engines a trace needs for its goals.
 
-Exit code 0: printed. 1: no number of engines is enough, or a file or an engine cannot be read.
-2: wrong usage.
+Exit code 0: printed. 1: no number of engines is enough, or an engine cannot be read. 2: wrong
+usage, or a file that cannot be read.
 """
 
 from __future__ import annotations

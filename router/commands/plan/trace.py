@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from router.commands.console import CommandError
+from router.commands.console import CommandError, UsageError
 from router.openai.answers import count_in, parse_object
 
 # The tokens that one hash of a trace stands for.
@@ -30,11 +30,11 @@ class TracedRequest(NamedTuple):
 
 def read_trace(path: Path) -> tuple[list[TracedRequest], int]:
     """Return the requests in the order of their arrival, and how many are left out because their
-    tokens are not known. Lines of other kinds do not count. Raises CommandError."""
+    tokens are not known. Lines of other kinds do not count. Raises CommandError, UsageError."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise CommandError(f"{path}: {error.strerror}") from None
+        raise UsageError(f"{path}: {error.strerror}") from None
     entries = [parse_object(line) or {} for line in lines]
     read = list(map(_request_in, entries))
     answered = (e.get("outcome") == "ok" and bool(e.get("decoder")) for e in entries)

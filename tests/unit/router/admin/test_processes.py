@@ -491,6 +491,7 @@ async def test_a_drain_that_takes_too_long_is_given_up_and_goes_on(
         ["host:1", "--admin=nowhere"],
         ["host:1", "--admin=http://"],
         ["host:1", "--no-such-flag"],
+        ["host:1", "--migrate", "--resume"],
     ],
 )
 def test_wrong_usage_of_drain_is_one_line(
@@ -498,6 +499,12 @@ def test_wrong_usage_of_drain_is_one_line(
 ) -> None:
     [line] = problems(capsys, "drain", *arguments)
     assert line.startswith("disagg-router drain: error: ")
+
+
+def test_a_trace_that_cannot_be_read_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = ("--prefill-tokens-per-second=9", "--decode-step-ms=9", "--kv-tokens=9")
+    [line] = problems(capsys, "plan", "/nowhere", *costs)
+    assert line == "disagg-router plan: error: /nowhere: No such file or directory"
 
 
 def test_a_token_file_that_cannot_be_read_is_wrong_usage(

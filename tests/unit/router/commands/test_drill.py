@@ -2,11 +2,15 @@
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from router.commands.bench.chats import Target
 from router.commands.bench.load import LoadExchange
+from router.commands.console import CommandError
+from router.commands.drain import AdminClient, post_to_all
+from router.commands.drill.command import DrilledFleet
 from router.commands.drill.report import Report, Step
 from router.commands.drill.streams import (
     DrillClient,
@@ -121,3 +125,29 @@ def test_the_page_has_a_row_for_each_step_in_each_format() -> None:
     assert content["ok"] is False
     assert [step["result"] for step in content["steps"]] == ["skipped", "FAILED"]
     assert content["steps"][1]["wrong"] == 1
+
+
+class KnownRouter(AdminClient):
+    """Has two engines and does as it is asked."""
+
+    def engines(self) -> list[dict[str, Any]]:
+        return [{"name": "a:1"}, {"name": "b:2"}]
+
+    def post(self, name: str, action: str) -> dict[str, Any]:
+        return {"drained": True}
+
+
+def test_an_unknown_engine_cannot_be_drilled() -> None:
+    fleet = DrilledFleet([KnownRouter("http://here:1", {})], "c:3")
+    with pytest.raises(CommandError, match=r"http://here:1 has no engine c:3; there are a:1, b:2"):
+        fleet.check(is_forced=True)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_routers_are_asked_although_one_cannot_be_reached(is_first: bool) -> None:
+    here, gone = KnownRouter("http://here:1", {}), AdminClient("http://127.0.0.1:9", {})
+    with pytest.raises(CommandError) as caught:
+        post_to_all([gone, here] if is_first else [here, gone], "a:1", "drain")
+    reached, succeeded = str(caught.value).splitlines()
+    assert "127.0.0.1:9" in reached
+    assert succeeded == "succeeded only at http://here:1"
