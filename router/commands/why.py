@@ -125,7 +125,10 @@ def story(request: dict[str, Any]) -> Iterator[str]:
     yield from _tokens(request, ms)
     if request["conversation"]:
         where = f", KV from {request['reused_from']}" if request["reused_from"] else ""
-        yield f"  conversation: {request['conversation']}{where} (docs/conversations.md)"
+        reason = f" ({why})" if (why := request.get("conversation_reason")) else ""
+        yield f"  conversation: {request['conversation']}{reason}{where} (docs/conversations.md)"
+    if request.get("diverges_in"):
+        yield f"  the prompt parts from earlier ones in {request['diverges_in']}"
     if change := ANSWER_CHANGES.get(request.get("answer_change", "")):
         yield f"  the history parts at the head of the last answer: {change}"
     if borrowed := request.get("borrowed_tokens"):

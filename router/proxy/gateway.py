@@ -77,6 +77,7 @@ class RouteFinder:
         # With one decode engine, its cache still decides whether a prompt needs a prefill engine.
         self._least_decoders = 1 if settings.min_remote_prefill_tokens else 2
         self._has_target_itl = settings.target_itl > 0
+        self._shows_divergence = settings.ui
         self._lone_decoders: Sequence[Engine] = ()
         prefill, decode = (
             PREFILL_POLICIES[settings.prefill_policy],
@@ -121,6 +122,9 @@ class RouteFinder:
             prefill, decode, marks = self._adapter_prefill, self._adapter_decode, self.index.stride
             chunks = ((adapter_chunk(request.model),) * marks + chunks)[:MAX_CHUNKS]
             tokens += marks * TOKENS_PER_CHUNK
+        if chunks and self._shows_divergence:
+            found = self.index.describe_divergence(request.body, chunks, marks)
+            request.record.diverges_in = found or request.record.diverges_in
         turn = self._decode_turn
         self._decode_turn = turn + 1
         decoder = RoutingQuery(turn, session, chunks, tokens, marks)
@@ -171,15 +175,16 @@ class RouteFinder:
         return all(one.capabilities.shares_kv_loads for pool in pools for one in pool.decoders)
 
     def _chunks_matter(self) -> bool:
-        """Return True if a policy remembers prompts and has a choice, or if a lone decode engine
-        may compute prompts by load."""
+        """Return True if a policy remembers prompts and has a choice or shows what it remembers, or
+        if a lone decode engine may compute prompts by load."""
         snapshot = self._fleet.snapshot
         if snapshot is not self._looked_at:
+            least = 1 if self._shows_divergence else 2
             prefill, decode = self.prefill.uses_feedback, self.decode.uses_feedback
             self._looked_at, self._needs_chunks = (
                 snapshot,
                 any(
-                    (prefill and len(pool.prefill_places or pool.prefillers) > 1)
+                    (prefill and len(pool.prefill_places or pool.prefillers) >= least)
                     or (decode and len(pool.decode_places or pool.decoders) >= self._least_decoders)
                     for pool in snapshot.any_model
                 )

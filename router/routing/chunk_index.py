@@ -23,7 +23,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from router.fleet.engine import DECODE
-from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
+from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK, Body, describe_part
 
 # The assumed cache of an engine that does not report its size, in tokens.
 DEFAULT_CACHE_TOKENS = 2**19
@@ -193,6 +193,14 @@ class ChunkIndex:
             else:
                 high = middle - 1
         return ChunkMatch(low * stride, engines)
+
+    def describe_divergence(self, body: Body, chunks: Sequence[int], marks: int) -> str:
+        """Return in words where the prompt leaves the known one with the longest equal beginning;
+        empty if it does not, or has none. `marks`: see `RoutingQuery`."""
+        depth = self.longest(chunks, -1).depth
+        if not marks < depth <= len(chunks) - self._stride:
+            return ""
+        return describe_part(body, depth - marks, depth - marks + self._stride)
 
     def drop(self, name: str, chunks: Sequence[int], kept: int) -> None:
         """The engine holds none of these chunks but the first `kept`."""

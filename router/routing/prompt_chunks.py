@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -54,6 +55,30 @@ def hash_chunks(body: Body) -> tuple[int, ...]:
         chained = (chained ^ zlib.crc32(content[end - size : end])) * MIXER & MASK
         found.append(chained)
     return tuple(found)
+
+
+def describe_part(body: Body, start: int, end: int) -> str:
+    """Return in words which part of the prompt has its chunks from `start` to `end`: "the system
+    prompt, after 768 to 1,024 of about 12,272 tokens"."""
+    ends = _part_at(body, start * CHUNK_BYTES), _part_at(body, end * CHUNK_BYTES - 1)
+    known = f"{start * TOKENS_PER_CHUNK:,} to {end * TOKENS_PER_CHUNK:,}"
+    where = " to ".join(dict.fromkeys(ends))
+    return f"{where}, after {known} of about {estimate_tokens(body):,} tokens"
+
+
+def _part_at(body: Body, offset: int) -> str:
+    """Return the part that has this byte of `_content`."""
+    messages = body.get("messages")
+    if not isinstance(messages, list):
+        return "the prompt"
+    for number, parts in enumerate(chain([[]], ([one] for one in messages))):
+        piece = "".join(_render({} if number else body, parts))
+        offset -= len(piece.encode("utf-8", "surrogatepass"))
+        if offset < 0 and number == 1 and messages[0].get("role") in ("system", "developer"):
+            return "the system prompt"
+        if offset < 0:
+            return f"message {number} of {len(messages)}" if number else "the tools"
+    return "the prompt"
 
 
 def adapter_chunk(name: str) -> int:

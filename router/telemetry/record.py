@@ -117,6 +117,8 @@ class Record:
     conversation_reason: str = ""
     answer_change: str = ""
     """The change that the client made to the last turn's answer, from `find_answer_change`."""
+    diverges_in: str = ""
+    """Where the prompt leaves the known one with the longest equal beginning; only with --ui."""
     offered_tokens: int = 0
     """Tokens of the last turn that the prefill engine could pull."""
     kept: str = ""

@@ -31,7 +31,7 @@ MOMENTS = (
 SAME_FACTS = (
     "endpoint", "flow", "stage", "status", "prefiller", "decoder", "model", "retries",
     "conversation", "reused_from", "borrowed_from", "borrowed_tokens", "without_transfer",
-    "answer_change",
+    "answer_change", "conversation_reason", "diverges_in",
 )  # fmt: skip
 # Requests and bytes of a pair of engines are averaged over this time.
 RATE_WINDOW_S = 4.0
@@ -206,6 +206,8 @@ class RequestSummary(BaseModel):
     borrowed_tokens: int = 0
     without_transfer: str
     answer_change: str = ""
+    conversation_reason: str = ""
+    diverges_in: str = ""
     ms: dict[str, float | None]
     prompt_tokens: int | None
     completion_tokens: int | None

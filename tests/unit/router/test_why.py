@@ -126,6 +126,33 @@ async def test_why_tells_of_a_request_that_ended_before_anybody_looked(
     assert "no request 'unknown' among the last 1000 that ended" in capsys.readouterr().err
 
 
+async def test_why_names_the_part_in_which_two_prompts_part(
+    start_router: StartRouter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An agent writes the folder of its project into a system prompt, and has too many tools."""
+    router = await start_router(ui=True, prefill_policy="prefix")
+
+    async def ask(folder: str, *more: str, **fields: Any) -> str:
+        system = f"{'Be careful. ' * 270}Folder: {folder}. {'Use the tools. ' * 3000}"
+        messages = [{"role": "system", "content": system}]
+        messages += [{"role": "user", "content": one} for one in ("x" * 3000, *more)]
+        answer = await router.client.post(
+            "/v1/chat/completions", json={"model": "m", "messages": messages} | fields
+        )
+        command = ["why", answer.headers["x-request-id"], router.url]
+        assert await asyncio.to_thread(main, command) == 0
+        shown = capsys.readouterr().out
+        return "".join(line for line in shown.splitlines() if "the prompt parts" in line)
+
+    parts = "  the prompt parts from earlier ones in "
+    assert await ask("/src/one") == ""
+    assert await ask("/src/one") == "", "the same prompt"
+    shown = await ask("/src/other")
+    assert shown == parts + "the system prompt, after 768 to 1,024 of about 12,823 tokens"
+    assert "message 3 of 3, after 12,800 to 13,056 of" in await ask("/src/one", "y" * 3000)
+    assert await ask("/src/one", tools=[{"name": "z"}]) == "", "nothing known begins with tools"
+
+
 async def test_why_says_that_the_router_keeps_no_requests(
     router: Router, capsys: pytest.CaptureFixture[str]
 ) -> None:

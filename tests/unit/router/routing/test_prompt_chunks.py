@@ -13,6 +13,7 @@ from router.routing.prompt_chunks import (
     CHUNK_BYTES,
     MAX_CHUNKS,
     TOKENS_PER_CHUNK,
+    describe_part,
     estimate_tokens,
     hash_chunks,
 )
@@ -141,3 +142,31 @@ def test_chunks_are_the_same_in_every_process() -> None:
     run = [sys.executable, "-c", code, orjson.dumps(body).decode()]
     told = subprocess.run(run, capture_output=True, text=True, check=True, env={"PYTHONPATH": "."})
     assert tuple(map(int, told.stdout.split())) == hash_chunks(body)
+
+
+TOOLS = [{"type": "function", "function": {"name": "read", "description": "é" * 1000}}]
+CHAT = [
+    {"role": "system", "content": "s" * 2000},
+    {"role": "user", "content": "é" * 1000},
+    {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "arguments": "a" * 2000}]},
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "start", "where"),
+    [
+        ({"messages": CHAT}, 0, "the system prompt, after 0 to 256 of about 1,515 tokens"),
+        ({"messages": CHAT}, 1, "the system prompt to message 2 of 3, after 256 to 512 "),
+        ({"messages": CHAT}, 2, "message 2 of 3, after 512 to 768 "),
+        ({"messages": CHAT}, 4, "message 3 of 3, after 1,024 to 1,280 "),
+        ({"messages": CHAT, "tools": TOOLS}, 1, "the tools, after 256 "),
+        ({"messages": CHAT, "tools": TOOLS}, 2, "the tools to the system prompt, after 512 "),
+        ({"messages": [7, *CHAT[1:]]}, 0, "message 2 of 3, after 0 "),
+        ({"prompt": "x" * 2048}, 1, "the prompt, after 256 to 512 of about 512 tokens"),
+        ({"prompt": [*range(512)]}, 1, "the prompt, after 256 to 512 of about 512 tokens"),
+    ],
+)
+def test_a_chunk_belongs_to_a_part_of_the_prompt(
+    body: dict[str, Any], start: int, where: str
+) -> None:
+    assert describe_part(body, start, start + 1).startswith(where)
