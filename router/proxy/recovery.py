@@ -35,6 +35,7 @@ from router.openai.errors import (
     UnservedModelError,
 )
 from router.proxy.legs import LegFailure
+from router.proxy.resume_buffer import RETURNED
 from router.proxy.retry import RULES, Mark, Next, Situation, decide
 from router.proxy.run import Run, Suspicion
 
@@ -89,17 +90,36 @@ def recover(run: Run, failed: LegFailure) -> Next:
     run.is_turn_spent = run.is_turn_spent or decision.spends_turn
     run.is_fresh = run.is_fresh or error.kind == "stale"
     what = decision.next
-    if decision.gives_up or not (decision.is_free or gateway.budget.take(moment)):
+    if not situation.is_late and go_back(run, engine):
+        what = Next.RESUME
+    elif decision.gives_up or not (decision.is_free or gateway.budget.take(moment)):
         if request.exchange.started:
             gateway.metrics.resumes.add((error.kind, resume.reason_not_resumed()))
         _log(run, failed, Next.GIVE_UP)
         raise error
-    if what is Next.RESUME or isinstance(error, PreemptedError):
+    elif what is Next.RESUME or isinstance(error, PreemptedError):
         resume.note_move(error)
     _log(run, failed, what)
     request.record.retries += 1
     gateway.metrics.retries.labels(role, error.kind).inc()
     return what
+
+
+def go_back(run: Run, failed: Engine | None = None) -> bool:
+    """Let a drained engine continue a stream that has just left it, because no other engine has.
+
+    Return False if there is no such engine. No limit of retries applies: without the move, the
+    client would see no error. The blocks are still in the engine's cache.
+    """
+    buffer = run.resume.continued
+    if buffer is None or buffer.resume_cause != MigratedError.kind:
+        return False
+    left = buffer.left
+    if left is None or left is failed or not (left.is_draining or left.is_usable):
+        return False
+    buffer.note_resume(RETURNED, is_free=True)
+    run.lender = left
+    return True
 
 
 def record_hedged_failure(run: Run, failed: LegFailure) -> None:

@@ -56,6 +56,8 @@ IDS = re.compile(rb"[A-Za-z0-9+/]*")
 # How most blocks begin: with ids, and a chunk.
 USUAL_BLOCK = re.compile(rb': token_ids ((?:[A-Za-z0-9+/]{4})*)\ndata: \{"id"')
 PREEMPTED = re.compile(b'"stop_reason"' + GAP + b'"preempted"')
+# The `resume_cause` of a stream that goes back to the drained engine that it has left.
+RETURNED = "returned"
 FAILED = frozenset((b"abort", b"error"))
 REJECTION = b"cache_threshold"
 ID = re.compile(rb'\{\s*"id"\s*:\s*("[^"\\]*")')

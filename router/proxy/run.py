@@ -29,6 +29,7 @@ from router.proxy.messages import LegBodies
 from router.proxy.plan import Plan
 from router.proxy.request import Body, Request
 from router.proxy.resume import DecodeParams, ResumeState, can_continue
+from router.proxy.resume_buffer import RETURNED
 from router.routing.route import Route
 
 if TYPE_CHECKING:
@@ -451,7 +452,8 @@ def _usable(run: Run, role: EngineRole) -> list[Engine]:
     buffer = run.resume.continued
     if buffer is not None:
         usable = [engine for engine in usable if can_continue(engine, role, buffer)]
-        left = buffer.left if role is DECODE and not usable else None
+        may_return = role is DECODE and (not usable or buffer.resume_cause == RETURNED)
+        left = buffer.left if may_return else None
         if left is not None and left.is_draining and left not in run.failed:
             usable = [left]
     return sorted(usable, key=run.cannot_load.count) if run.cannot_load else usable

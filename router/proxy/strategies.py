@@ -57,6 +57,7 @@ from router.proxy.plan import (
 )
 from router.proxy.ranks import place_of_leg
 from router.proxy.recovery import (
+    go_back,
     note_possible_crash,
     record_hedged_failure,
     recover,
@@ -169,7 +170,7 @@ async def pull(run: Run) -> None:
         run.prefiller = None
         if run.lender is not None:
             decoder = select_decoder(run)
-            if decoder is not None and may_borrow_stream(run, decoder):
+            if decoder is engine_of(run.lender) or (decoder and may_borrow_stream(run, decoder)):
                 run.hold(engine_of(run.lender))  # it is not drained before its blocks are read
                 return await decode_only(run, MIGRATED)
             run.lender = None
@@ -192,7 +193,7 @@ async def pull(run: Run) -> None:
         if not isinstance(prefilled, PrefillAnswer):
             if isinstance(prefilled, LegFailure):
                 recover(run, prefilled)  # raises if nothing is left to try
-            elif not run.resume.restart_answer():
+            elif not run.resume.restart_answer() and not go_back(run):
                 raise prefilled.error
             continue
         is_right = check_prompt_ids(run, prefiller, prefilled)
@@ -467,7 +468,7 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
         if outcome is DecodeLegResult.REJECTED:
             return DecodePhase.REJECTED
         if isinstance(outcome, LegRefusal):
-            if resume.restart_answer():
+            if resume.restart_answer() or go_back(run, decoder):
                 return DecodePhase.RESUME
             sent = leg_params.params
             continues_tokens = sent is not None and sent.continues_tokens

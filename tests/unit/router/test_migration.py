@@ -4,6 +4,7 @@ ones are in tests/integration/test_migration.py."""
 import asyncio
 import functools
 from collections.abc import AsyncIterator
+from time import monotonic as now
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from router.proxy.migration import StreamMigrator
 from router.proxy.retry import MAX_FAILED_LEGS
 from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answer_after, fails
+from tests.unit.router.engine_scripts import answer_after, fails, refuses
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.test_resume import (
@@ -41,8 +42,10 @@ RANK = {
 }
 
 
-def lends(name: str) -> dict[str, Any]:
-    return OURS | {"ranks": [RANK | {"remote_engine_id": name}]}
+def lends(name: str, dp_size: int = 1) -> dict[str, Any]:
+    ids = [name] if dp_size == 1 else [f"{name}_dp{number}" for number in range(dp_size)]
+    ranks = [RANK | {"remote_engine_id": one, "dp_rank": n} for n, one in enumerate(ids)]
+    return OURS | {"ranks": ranks, "dp_size": dp_size}
 
 
 @pytest.fixture
@@ -128,12 +131,33 @@ async def test_a_stream_of_a_drained_engine_moves_and_borrows_its_blocks(
     assert (leaving.breaker.failures, leaving.is_idle) == (0, True)
 
 
-@pytest.mark.parametrize("who", ["leaving", "taking"])
+async def test_the_data_parallel_rank_that_has_the_stream_lends_it(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    """The router knows the rank if its policy chooses ranks."""
+    d.identity, d2.identity = lends("d-1", 2), lends("d-2", 2)
+    d.usual = stands_still
+    router = await start_router(decode_policy="prefix")
+    prompt = [*range(5000, 5300)]
+    drain(router, router.engine(d2), migrates=False)
+    stream = asyncio.create_task(router.stream(prompt=prompt))
+    await eventually(lambda: router.gateway.memory.resume_buffers.size == 4 * (len(PROMPT) + 2))
+    serve(router, router.engine(d2))
+    drain(router, router.engine(d))
+    assert texts_of((await stream).text) == WORDS
+    rank = legs(d)[0].header("x-data-parallel-rank")
+    (holder,) = legs(d2)[0].json["kv_transfer_params"]["holders"]
+    assert holder["remote_engine_id"] == f"d-1_dp{rank}"
+    assert legs(d2)[0].header("x-data-parallel-rank") in ("0", "1")
+    assert (len(legs(p)), resumes(router)) == (1, 1)
+
+
+@pytest.mark.parametrize("who", ["leaving", "taking", "one of two ranks"])
 async def test_without_a_loan_a_prefill_engine_computes_the_stream(
     start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, who: str
 ) -> None:
     d.usual = stands_still
-    (d if who == "leaving" else d2).identity = OURS
+    (d2 if who == "taking" else d).identity = lends("d-1", 2) if "ranks" in who else OURS
     router = await start_router()
     stream = await begin_stream(router, router.engine(d), router.engine(d2))
     drain(router, router.engine(d))
@@ -214,20 +238,52 @@ async def test_the_setting_moves_the_streams_of_every_engine_that_drains(
     assert resumes(router) == 1
 
 
-@pytest.mark.parametrize("script", [fails, dies_after(0)])
+def use_up_retries(router: Router) -> None:
+    while router.gateway.budget.take(now()):
+        pass
+
+
+@pytest.mark.parametrize("may_retry", [True, False])
+@pytest.mark.parametrize("script", [fails, refuses, dies_after(0)])
 async def test_a_stream_that_the_other_engine_does_not_take_goes_back_and_stays(
-    start_router: StartRouter, d: MockEngine, d2: MockEngine, script: Script
+    start_router: StartRouter,
+    p: MockEngine,
+    d: MockEngine,
+    d2: MockEngine,
+    script: Script,
+    may_retry: bool,
 ) -> None:
+    """No limit of retries applies: without the move, the client would have had no error."""
     router = await start_router()
     d.usual, d2.usual = stands_still, script
     leaving = router.engine(d)
     stream = await begin_stream(router, leaving, router.engine(d2))
+    if not may_retry:
+        use_up_retries(router)
     goes_on = asyncio.Event()
     d.usual = answer_after(goes_on, to_the_end)
     drain(router, leaving)
     await eventually(lambda: len(legs(d)) == 2)
     goes_on.set()
     assert texts_of((await stream).text) == WORDS
-    assert (len(legs(d2)), len(legs(d))) == (1, 2)
+    assert (len(legs(d2)), len(legs(d)), len(legs(p))) == (1, 2, 1), "nothing is prefilled again"
+    assert resumes(router) == 0
+    assert router.metric("resumes_total", kind="returned", outcome="resumed") == 1
     await router.settled()
     assert (leaving.breaker.failures, leaving.is_idle) == (0, True)
+
+
+@pytest.mark.parametrize("script", [fails, refuses])
+async def test_a_stream_that_no_prefill_engine_computes_goes_back(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, script: Script
+) -> None:
+    d2.identity = OURS  # which borrows nothing
+    router = await start_router()
+    leaving = router.engine(d)
+    d.usual = stands_still
+    stream = await begin_stream(router, leaving, router.engine(d2))
+    p.usual, d.usual = script, to_the_end
+    use_up_retries(router)
+    drain(router, leaving)
+    assert texts_of((await stream).text) == WORDS
+    assert (len(legs(p)), legs(d2)) == (2, [])
