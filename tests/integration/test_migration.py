@@ -4,33 +4,38 @@ engines over NIXL. The oracle is an engine without disturbances."""
 import httpx
 import pytest
 
+from engine_ext.reference.tiny_model import TinyModel
 from router.commands.cli import main
 from tests.integration.oracle import BLOCK, all_streamed, complete, differences, text_of
-from tests.integration.processes import BOTH_WAYS, Launcher, Server, described, metric, wait_for
+from tests.integration.processes import BOTH_WAYS, CONNECTORS, Launcher, Server, metric, wait_for
 
-PREFILLER = described("prefill", extra=BOTH_WAYS)
+MODEL = TinyModel()
+TOKEN_BYTES = 2 * MODEL.layers * MODEL.kv_heads * MODEL.head_dim * 4
 PROMPTS = [text_of(1500 + 100 * number, 9000 + number) for number in range(4)]
 LONG = 600
 COMPUTED = "disagg_engine_prompt_tokens_computed_total"
 GENERATED = "disagg_engine_generation_tokens_total"
 RUNNING = "disagg_engine_requests_running"
-BYTES = "disagg_engine_kv_bytes_received_total"
+PUSHED = "disagg_engine_kv_pushes_ok_total"
 LOAN_BYTES = "disagg_engine_kv_loan_bytes_received_total"
 MOVED = r'disagg_router_resumes_total\{kind="migrated",outcome="resumed"\}'
 
 
+@pytest.mark.parametrize("connector", CONNECTORS.values())
 @pytest.mark.parametrize("borrows", [True, False])
 def test_streams_of_a_drained_engine_move_and_their_blocks_are_not_computed_again(
-    launcher: Launcher, prefiller: Server, alone: Server, borrows: bool
+    launcher: Launcher, alone: Server, borrows: bool, connector: str
 ) -> None:
-    """Without the loan, the other engine computes them."""
+    """Without the loan, the other engine computes them. Where prompts are pushed, it is read as
+    elsewhere."""
     right = [complete(alone, prompt, LONG) for prompt in PROMPTS]
     (port,) = launcher.free_ports(1)
     admin = f"http://127.0.0.1:{port}"
     extra = BOTH_WAYS if borrows else {**BOTH_WAYS, "kv_recompute_threshold": 100_000}
     with (
-        launcher.engine("leaving", extra=BOTH_WAYS) as leaving,
-        launcher.engine("taking", extra=extra) as taking,
+        launcher.engine("prefill", extra=BOTH_WAYS, connector=connector) as prefiller,
+        launcher.engine("leaving", extra=BOTH_WAYS, connector=connector) as leaving,
+        launcher.engine("taking", extra=extra, connector=connector) as taking,
         launcher.router([prefiller], [leaving, taking], "--admin-port", str(port)) as router,
     ):
         other = f"{admin}/admin/engines/127.0.0.1:{taking.port}"
@@ -45,6 +50,7 @@ def test_streams_of_a_drained_engine_move_and_their_blocks_are_not_computed_agai
 
         assert differences(right, all_streamed(router, PROMPTS, LONG, drain)) == []
         assert metric(router, MOVED) == len(PROMPTS)
+        assert metric(prefiller, PUSHED) == len(PROMPTS) * (connector == CONNECTORS["push"])
         assert metric(prefiller, COMPUTED) == computed[prefiller]
         # Each token was sampled once, except those that were on their way when their stream moved.
         again = metric(leaving, GENERATED) + metric(taking, GENERATED) - len(PROMPTS) * LONG
@@ -55,8 +61,7 @@ def test_streams_of_a_drained_engine_move_and_their_blocks_are_not_computed_agai
             assert metric(taking, LOAN_BYTES) == 0
             return
         # Of each stream, less than a block was computed again, be it of the prompt or the answer.
-        block_bytes = metric(leaving, BYTES) / sum(-(-length // BLOCK) for length in lengths)
-        borrowed = metric(taking, LOAN_BYTES) / block_bytes * BLOCK
+        borrowed = metric(taking, LOAN_BYTES) / TOKEN_BYTES
         held = sum(lengths) + metric(leaving, GENERATED)
         assert held - len(PROMPTS) * (BLOCK + 2) < borrowed < held
         assert metric(taking, COMPUTED) < len(PROMPTS) * BLOCK
