@@ -287,3 +287,24 @@ async def test_a_stream_that_no_prefill_engine_computes_goes_back(
     drain(router, leaving)
     assert texts_of((await stream).text) == WORDS
     assert (len(legs(p)), legs(d2)) == (2, [])
+
+
+async def test_a_stream_that_the_draining_engine_does_not_take_back_moves_on(
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
+) -> None:
+    """It was stopped too soon."""
+    async with running_engine(to_the_end) as d3:
+        d3.identity = lends("d-3")
+        router = await start_router(ds=[d, d2, d3])
+        drain(router, router.engine(d3), migrates=False)
+        d.usual, d2.usual = stands_still, fails
+        stream = await begin_stream(router, router.engine(d), router.engine(d2))
+
+        async def is_stopped(request: Received, peer: Peer) -> None:
+            serve(router, router.engine(d3))
+            await fails(request, peer)
+
+        d.usual = is_stopped
+        drain(router, router.engine(d))
+        assert texts_of((await stream).text) == WORDS
+        assert [len(legs(engine)) for engine in (d, d2, d3)] == [2, 1, 1]
