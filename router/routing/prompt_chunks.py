@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from itertools import chain
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -60,25 +60,28 @@ def hash_chunks(body: Body) -> tuple[int, ...]:
 def describe_part(body: Body, start: int, end: int) -> str:
     """Return in words which part of the prompt has its chunks from `start` to `end`: "the system
     prompt, after 768 to 1,024 of about 12,272 tokens"."""
-    ends = _part_at(body, start * CHUNK_BYTES), _part_at(body, end * CHUNK_BYTES - 1)
+    size, names = 0, list[str]()
+    for name, text in _named_parts(body):
+        size += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
+        if size > start * CHUNK_BYTES:
+            names.append(name)
+        if size >= end * CHUNK_BYTES:
+            break
+    where = " to ".join(dict.fromkeys((names[0], names[-1]))) if names else "the prompt"
     known = f"{start * TOKENS_PER_CHUNK:,} to {end * TOKENS_PER_CHUNK:,}"
-    where = " to ".join(dict.fromkeys(ends))
     return f"{where}, after {known} of about {estimate_tokens(body):,} tokens"
 
 
-def _part_at(body: Body, offset: int) -> str:
-    """Return the part that has this byte of `_content`."""
+def _named_parts(body: Body) -> Iterator[tuple[str, str]]:
+    """Yield the tools and the messages as `_content` has them."""
     messages = body.get("messages")
-    if not isinstance(messages, list):
-        return "the prompt"
-    for number, parts in enumerate(chain([[]], ([one] for one in messages))):
-        piece = "".join(_render({} if number else body, parts))
-        offset -= len(piece.encode("utf-8", "surrogatepass"))
-        if offset < 0 and number == 1 and messages[0].get("role") in ("system", "developer"):
-            return "the system prompt"
-        if offset < 0:
-            return f"message {number} of {len(messages)}" if number else "the tools"
-    return "the prompt"
+    if isinstance(messages, list):
+        yield "the tools", "".join(_render(body, []))
+        for number, one in enumerate(messages, 1):
+            role = one.get("role") if number == 1 and isinstance(one, dict) else None
+            is_system = role in ("system", "developer")
+            name = "the system prompt" if is_system else f"message {number} of {len(messages)}"
+            yield name, "".join(_render({}, [one]))
 
 
 def adapter_chunk(name: str) -> int:
