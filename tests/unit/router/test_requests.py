@@ -99,57 +99,7 @@ async def test_a_client_that_sends_on_after_a_413_still_reads_it(start_router: S
     assert answer.status_code == 413
 
 
-async def test_a_chunked_body_is_a_body(router: Router, d: MockEngine) -> None:
-    async with router.socket() as client:
-        await client.send(
-            post(b"", headers=b"transfer-encoding: chunked\r\n").replace(
-                b"content-length: 0\r\n", b""
-            )
-        )
-        for piece in (BODY[:3], BODY[3:]):
-            await client.send(chunk(piece))
-        await client.send(b"0\r\nx-trailer: 1\r\n\r\n")
-        head, _ = await client.answer()
-    assert status_of(head) == 200
-    assert d.last.json["prompt"] == "x"
-
-
-async def test_a_body_may_come_byte_by_byte(router: Router) -> None:
-    async with router.socket() as client:
-        for byte in post(BODY):
-            await client.send(bytes([byte]))
-            await asyncio.sleep(0)
-        assert status_of((await client.answer())[0]) == 200
-
-
 # HTTP.
-
-
-async def test_one_connection_serves_many_requests(router: Router) -> None:
-    async with router.socket() as client:
-        for _ in range(3):
-            await client.send(post(BODY))
-            assert status_of((await client.answer())[0]) == 200
-
-
-async def test_pipelined_requests_are_answered_in_order(router: Router, p: MockEngine) -> None:
-    async def slow(request: Received, peer: Peer) -> None:
-        await asyncio.sleep(0.05)
-        await peer.answer({"kv_transfer_params": {"a": 1}})
-
-    p.scripts = [slow]
-    requests = [
-        post(BODY, headers=b"x-request-id: one\r\n"),
-        b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n",
-        post(b"{", headers=b"x-request-id: three\r\n"),
-        post(BODY, headers=b"x-request-id: four\r\n"),
-    ]
-    async with router.socket() as client:
-        await client.send(b"".join(requests))
-        answers = [await client.answer() for _ in requests]
-    assert [status_of(head) for head, _ in answers] == [200, 200, 400, 200]
-    for (head, _), name in zip(answers, ("one", None, "three", "four"), strict=True):
-        assert name is None or f"x-request-id: {name}".encode() in head
 
 
 async def test_a_pipelined_request_may_be_cut_anywhere(router: Router) -> None:
@@ -243,13 +193,6 @@ async def test_an_endless_head_is_a_431(router: Router, head: bytes) -> None:
         check_error(*await client.answer(), 431)
 
 
-async def test_endless_trailers_are_refused(router: Router) -> None:
-    async with router.socket() as client:
-        start = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
-        await client.send(start + chunk(BODY) + b"0\r\nx: " + b"y" * 400_000)
-        check_error(*await client.answer(), 431)
-
-
 @pytest.mark.parametrize("sent", [b"POST /v1/comp", post(BODY)[:-3]])
 async def test_a_request_that_does_not_come_is_a_408(
     start_router: StartRouter, sent: bytes
@@ -327,12 +270,6 @@ async def test_unknown_paths_and_wrong_methods_are_openai_errors(
     answer = await router.client.request(method, path, content=b"{}")
     assert answer.status_code == status
     assert answer.json()["error"]["code"] == status
-
-
-async def test_the_same_path_in_another_spelling_is_served(router: Router) -> None:
-    for path in ("/v1/completions?api-version=1", "/v1%2Fcompletions"):
-        answer = await router.client.post(path, content=BODY)
-        assert (answer.status_code, answer.json()) == (200, USUAL)
 
 
 # Headers.
@@ -533,13 +470,6 @@ async def test_a_client_that_leaves_at_the_last_event_had_it_all(
     flow = "turn" if conversation else "pull"
     assert router.metric("requests_total", outcome="ok", flow=flow, **stream) == 1
     assert not router.metric("client_disconnects_total", stage="stream")
-
-
-async def test_a_client_may_leave_while_it_sends(router: Router, p: MockEngine) -> None:
-    async with router.socket() as client:
-        await client.send(post(BODY)[:-3])
-    assert (await router.complete()).status_code == 200
-    assert len(p.requests) == 1
 
 
 async def test_a_client_that_leaves_takes_its_pipelined_requests_along(

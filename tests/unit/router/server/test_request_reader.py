@@ -206,12 +206,6 @@ def test_a_body_that_grows_too_large_is_the_last_that_is_listened_to() -> None:
     assert bounded.memory.bodies.size == 0
 
 
-def test_an_announced_size_is_refused_before_it_comes() -> None:
-    reader = reader_of(Bounded())
-    reader.feed(framed(body=b"x" * 101)[:-60])
-    assert isinstance(reader.requests[0].refusal, BodyTooLargeError)
-
-
 def test_bodies_of_all_requests_have_one_bound() -> None:
     bounded = Bounded()
     one, other = reader_of(bounded), reader_of(bounded)
@@ -237,14 +231,6 @@ def test_nothing_is_held_for_a_connection_that_has_closed() -> None:
     assert not reader.requests
 
 
-@pytest.mark.parametrize("sent", [b"x: " + b"y" * 1000, b"x: y\r\n" * 200])
-def test_a_head_has_a_bound(sent: bytes) -> None:
-    for rest in (b"", b"\r\n\r\n"):
-        reader = reader_of(Bounded())
-        reader.feed(b"POST /v1/completions HTTP/1.1\r\nhost: r\r\n" + sent + rest)
-        assert isinstance(reader.requests[-1].refusal, HeadTooLargeError)
-
-
 def test_noise_behind_a_request_is_told_from_a_request_that_is_cut_off() -> None:
     noisy, cut = reader_of(Bounded()), reader_of(Bounded())
     noisy.feed(framed() + b"\x00noise\r\n\r\n")
@@ -257,25 +243,6 @@ def test_noise_behind_a_request_is_told_from_a_request_that_is_cut_off() -> None
         assert reader.requests[0].refusal is not None
     assert noisy.next_is_invalid
     assert not cut.next_is_invalid
-
-
-def test_a_request_to_upgrade_is_a_plain_request() -> None:
-    reader = reader_of(Bounded())
-    reader.feed(framed(more=b"connection: upgrade\r\nupgrade: h2c\r\n") + framed(b"/v1/models"))
-    first, second = reader.requests
-    assert (first.endpoint, first.body) == (COMPLETIONS_PATH, BODY)
-    assert b"upgrade" not in dict(first.headers)
-    assert second.target == b"/v1/models"
-    assert second.is_complete
-
-
-def test_a_client_may_wait_for_a_word() -> None:
-    reader = reader_of(Bounded())
-    sent = framed(more=b"Expect: 100-Continue\r\n")
-    reader.feed(sent[: -len(BODY)])
-    (request,) = reader.requests
-    assert request.expects_continue
-    assert not request.is_complete
 
 
 def test_a_strangers_body_is_not_waited_for() -> None:
