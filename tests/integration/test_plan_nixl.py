@@ -222,9 +222,14 @@ MODES = pytest.mark.parametrize("mode", ["pull", "push"])
 @MODES
 @pytest.mark.parametrize("cached", [0, 32])
 @pytest.mark.parametrize(
-    ("theirs", "ours"), [(BLOCKS_OF_16, BLOCKS_OF_32), (BLOCKS_OF_32, BLOCKS_OF_16)]
+    ("theirs", "ours"),
+    [
+        (BLOCKS_OF_16, BLOCKS_OF_16),
+        (BLOCKS_OF_16, BLOCKS_OF_32),
+        (BLOCKS_OF_32, BLOCKS_OF_16),
+    ],
 )
-def test_blocks_of_another_size_are_moved_by_token(
+def test_blocks_of_equal_and_of_other_sizes_are_moved_by_token(
     launch: Launch, theirs: dict[str, Any], ours: dict[str, Any], cached: int, mode: str
 ) -> None:
     prefiller = launch("p", settings=theirs, mode=mode)

@@ -12,20 +12,26 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine_ext.common.clock import boottime
-from engine_ext.common.types import FinishStatus
+from engine_ext.common.config import ConnectorConfig
+from engine_ext.common.types import BlockIds, CacheGeometry, FinishStatus
+from engine_ext.connector import build_connector
 from tests.conftest import find_free_ports
-from tests.integration.test_core_nixl import BLOCKS, Memory
+from tests.integration.memory_engine import layer_regions
+from tests.unit.engine_ext.scheduler.fakes import Request
 from tests.unit.engine_ext.wire.waiting import until
 
 logger = logging.getLogger(__name__)
 
 TRANSFERS = int(os.environ.get("DISAGG_SOAK_TRANSFERS", "20000"))
 AT_ONCE, BLOCKS_OF_PROMPT = 8, 7
+LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_SIZE = 4, 64, 4096, 16
+TOKENS = 100
 ROUNDS = TRANSFERS // AT_ONCE
 RESTARTS = max(1, min(20, ROUNDS // 100))
 """Each of the two engines restarts this often, at even intervals."""
@@ -46,6 +52,45 @@ def resident_bytes() -> int:
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+class Memory:
+    """KV of four layers in host memory, and a connector over it."""
+
+    def __init__(self, name: str, port: int) -> None:
+        self.name = name
+        rng = np.random.default_rng(list(name.encode()))
+        self.cache = rng.integers(0, 255, (LAYERS, BLOCKS, BLOCK_BYTES), dtype=np.uint8)
+        self.connector = build_connector(
+            ConnectorConfig(engine_id=name),
+            CacheGeometry(BLOCK_SIZE, BLOCKS),
+            host="127.0.0.1",
+            port=port,
+            model_factors={"model": "bytes"},
+        )
+        self.connector.start(layer_regions(self.cache, "model.layers.{}.self_attn.attn"))
+
+    def prefill(self, request_id: str, blocks: BlockIds) -> dict[str, Any]:
+        """Ends with the one step that hands the finished request over."""
+        request = Request(request_id, {"do_remote_decode": True}, TOKENS, TOKENS)
+        scheduler = self.connector.scheduler
+        scheduler.on_new_request(request)
+        answer = scheduler.request_finished(request, blocks, FinishStatus.LENGTH_CAPPED)
+        self.step()
+        assert answer.kv_transfer_params is not None
+        return answer.kv_transfer_params
+
+    def load(self, request_id: str, params: Any, blocks: BlockIds) -> Request:
+        request = Request(request_id, params, TOKENS)
+        scheduler = self.connector.scheduler
+        scheduler.on_new_request(request)
+        assert scheduler.get_num_new_matched_tokens(request, 0)[0] == TOKENS
+        scheduler.update_state_after_alloc(request, blocks, TOKENS)
+        self.step()
+        return request
+
+    def step(self) -> None:
+        self.connector.worker.start_load_kv(self.connector.scheduler.build_connector_meta())
 
 
 class Engines:
