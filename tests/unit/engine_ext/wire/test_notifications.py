@@ -1,4 +1,3 @@
-import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,22 +163,6 @@ def ask(context: "zmq.Context[Any]", port: int, message: bytes) -> list[bytes]:
     return frames
 
 
-def test_a_stock_reader_gets_payload_and_clock(
-    server: HandshakeServer, context: "zmq.Context[Any]"
-) -> None:
-    payload, clock = ask(context, server.port, handshake.encode_request((0, 0)))
-    assert payload == PAYLOAD
-    assert isinstance(msgspec.msgpack.decode(clock), float)
-
-
-def test_an_unknown_rank_is_refused_in_words(
-    server: HandshakeServer, context: "zmq.Context[Any]"
-) -> None:
-    payload, _ = ask(context, server.port, handshake.encode_request((0, 9)))
-    with pytest.raises(WireError, match="no worker"):
-        handshake.decode_payload(payload)
-
-
 @pytest.mark.parametrize("garbage", [b"", b"\xc1", b"x" * 100, b"\x93\xa1a\x00", b"\x80"])
 def test_the_listener_survives_garbage(
     server: HandshakeServer, context: "zmq.Context[Any]", garbage: bytes
@@ -188,19 +171,6 @@ def test_the_listener_survives_garbage(
     with pytest.raises(WireError):
         handshake.decode_payload(payload)
     assert ask(context, server.port, handshake.encode_request((0, 0)))[0] == PAYLOAD
-
-
-def test_the_listener_survives_odd_frames_large_messages_and_raw_tcp(
-    server: HandshakeServer, context: "zmq.Context[Any]"
-) -> None:
-    dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-    dealer.connect(f"tcp://127.0.0.1:{server.port}")
-    for frames in ([b"x"], [b"", b"a", b"b"], [b"x", b"y"], [b"", b"z" * 100_000]):
-        dealer.send_multipart(frames)
-    with socket.create_connection(("127.0.0.1", server.port), timeout=SECONDS) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert ask(context, server.port, handshake.encode_request((0, 0)))[0] == PAYLOAD
-    dealer.close(linger=0)
 
 
 def test_a_taken_side_channel_is_an_os_error(server: HandshakeServer) -> None:
