@@ -60,14 +60,6 @@ def test_without_checksums_the_simulation_sees_the_wrong_kv(weather: Weather) ->
         read_once(world)
 
 
-def test_what_arrives_as_it_was_is_verified() -> None:
-    world = world_of(Weather())
-    assert read_once(world)
-    stats = world.engines["d"].stats
-    assert (stats.loads_verified, stats.loads_unverified, stats.loads_corrupted) == (1, 0, 0)
-    assert_all_ended(world)
-
-
 def test_blocks_that_change_at_the_holder_between_lease_and_read_fail_the_load() -> None:
     world = world_of(Weather())
     prefiller, decoder = world.engines["p"], world.engines["d"]

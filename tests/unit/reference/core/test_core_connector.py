@@ -307,18 +307,6 @@ def test_held_blocks_are_not_reused_before_the_remote_has_read_them(
     driver.assert_empty()
 
 
-def test_the_finished_request_names_its_blocks_in_token_order(
-    make_driver: MakeDriver, connector: FakeConnector
-) -> None:
-    driver = make_driver(connector)
-    driver.run(request("first", prompt(24), greedy(1)))
-    connector.scheduler.held.add("p")
-    driver.add(request("p", prompt(50), greedy(3, ignore_eos=True)))
-    driver.finish("p")
-    # 50 prompt tokens and two of three answers have KV: seven blocks of eight.
-    assert len(connector.scheduler.blocks["p"][0]) == 7
-
-
 def test_a_prefill_answer_tells_how_much_was_cached(
     make_driver: MakeDriver, connector: FakeConnector
 ) -> None:

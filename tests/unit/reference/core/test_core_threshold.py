@@ -28,14 +28,6 @@ def test_the_threshold_itself_is_enough(
     driver.assert_empty()
 
 
-def test_a_rejection_says_what_was_there(make_driver: MakeDriver) -> None:
-    driver = warmed(make_driver(), 3)
-    (got,) = driver.run(request("a", TOKENS, threshold=0.5))
-    assert got.stop_reason == "cache_hit_rate=0.3000<0.5000"
-    assert got.kv_transfer_params == {"cache_hit_rate": 0.3, "cache_hit_threshold": 0.5}
-    assert driver.core.stats().requests_finished[REASON] == 1
-
-
 @pytest.mark.parametrize(
     ("default", "own", "reason"),
     [(0.5, None, REASON), (0.5, 0.0, "length"), (0.0, 0.5, REASON), (0.0, None, "length")],

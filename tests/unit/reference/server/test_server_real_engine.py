@@ -1,18 +1,13 @@
 """The server in front of the engine it is made for."""
 
-import asyncio
-import json
 from typing import Any
 
 import httpx
 import pytest
 
 from engine_ext.reference.engine import ReferenceEngine
-from engine_ext.reference.server.job import ServedModel
 from tests.unit.reference.server.fake_engine import (
     events_of,
-    serving,
-    until,
 )
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -75,27 +70,4 @@ async def test_a_rejection_is_an_answer_without_tokens(
         assert last["usage"]["completion_tokens"] == 0
     assert real_engine.stats().requests_finished == {"cache_threshold": 1}
     assert real_engine.stats().prompt_tokens_computed == 0
-    assert real_engine.stats().num_blocks_free == real_engine.stats().num_blocks_total
-
-
-async def test_a_prompt_seen_before_is_not_rejected(client: httpx.AsyncClient) -> None:
-    body = {**BODY, "prompt": "x" * 128}
-    await client.post(PATHS[0], json=body)
-    for threshold, reason in ((0.75, "length"), (0.76, "cache_threshold")):
-        answer = await client.post(PATHS[0], json={**body, "cache_hit_threshold": threshold})
-        assert answer.json()["choices"][0]["finish_reason"] == reason
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_gives_its_blocks_back(
-    stream: bool, roomy: ServedModel, real_engine: ReferenceEngine
-) -> None:
-    body = json.dumps({**BODY, "max_tokens": 1000, "stream": stream}).encode()
-    head = f"POST {PATHS[0]} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    async with serving(roomy, real_engine) as server:
-        _, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        writer.write(head.encode() + body)
-        await until(lambda: real_engine.stats().num_running == 1)
-        writer.close()
-        await until(lambda: real_engine.stats().requests_finished.get("abort") == 1)
     assert real_engine.stats().num_blocks_free == real_engine.stats().num_blocks_total
