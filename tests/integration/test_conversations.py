@@ -1,6 +1,5 @@
 """Conversations through the router, over real engines: what a turn reuses, and that it is right."""
 
-import json
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -114,68 +113,6 @@ def test_a_streamed_chat_of_three_turns_prefills_only_what_is_new(
     assert lengths[0] >= 1000
     # A text that comes back may be tokenized otherwise at its seam: not the last blocks' worth.
     assert metric(prefiller, COMPUTED) - before <= lengths[-1] + 2 * 64
-
-
-@pytest.mark.parametrize("named", [True, False], ids=["one id for both", "no id"])
-def test_a_title_request_beside_a_chat_costs_the_chat_no_reuse(
-    router: Server, prefiller: Server, alone: Server, named: bool
-) -> None:
-    fields: dict[str, Any] = {"stream": True, "stream_options": USAGE}
-    if named:
-        fields |= {"prompt_cache_key": "titled"}
-    story = [{"role": "user", "content": f"A story of {named}. " + "It goes on and on. " * 40}]
-    title = [{"role": "user", "content": "Write a title for this: " + story[0]["content"]}]
-    said, first = streamed_chat(router, story, **fields)
-    streamed_chat(router, title, **fields)
-    after = [*story, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
-    before = metric(prefiller, COMPUTED)
-    again, usage = streamed_chat(router, after, **fields)
-    assert again == chat(alone, after)["choices"][0]["message"]["content"]
-    computed = metric(prefiller, COMPUTED) - before
-    assert first["prompt_tokens"] > 700
-    assert computed < 100
-    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"] - computed
-
-
-def benchmark_turn(server: Server, name: str, messages: list[Any], stream: bool) -> str:
-    """One request as vLLM's benchmarks/multi_turn sends it with --send-conversation-id, read as it
-    reads: line by line, every line but the last a chunk with a choice. Its client adds aiohttp's
-    headers, an API key, and the id once more as X-Session-ID."""
-    body = {"model": "tiny", "messages": messages, "conversation_id": name, "max_tokens": 16}
-    body["temperature"] = 0  # the engine's own default samples
-    if stream:
-        body |= {"stream": True, "stream_options": {"include_usage": False}}
-    headers = {"X-Session-ID": name, "Authorization": "Bearer key", "Accept": "*/*"}
-    response = server.post("/v1/chat/completions", body, headers=headers)
-    assert response.status_code == 200, response.text
-    lines = [line.strip() for line in response.content.split(b"\n") if line.strip()]
-    if not stream:
-        message = json.loads(lines[0])["choices"][0]["message"]
-        assert (len(lines), message["role"]) == (1, "assistant")
-        return str(message["content"])
-    assert lines.pop() == b"data: [DONE]"
-    chunks = [json.loads(line.removeprefix(b"data: ")) for line in lines]
-    return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-
-
-@pytest.mark.parametrize("stream", [True, False])
-def test_vllms_multi_turn_benchmark_gets_reuse_and_right_answers(
-    router: Server, prefiller: Server, alone: Server, stream: bool
-) -> None:
-    """Two clients' conversations in turn; answers go back as plain text, roles and nothing else."""
-    names = [f"CONV_ID_{number}-{stream}" for number in range(2)]
-    talks: dict[str, list[Any]] = {
-        name: [{"role": "user", "content": f"{name} " + "tells a story. " * 60}] for name in names
-    }
-    reused, before = turns(router, "hit") + turns(router, "cut"), metric(prefiller, COMPUTED)
-    for _ in range(3):
-        for name, messages in talks.items():
-            said = benchmark_turn(router, name, messages, stream)
-            assert said == benchmark_turn(alone, name, messages, stream)
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "So?"}]
-    assert turns(router, "hit") + turns(router, "cut") == reused + 4
-    most = 2 * (900 + 3 * 64 + 200)
-    assert metric(prefiller, COMPUTED) - before < most, "six whole prompts are over 6,000 tokens"
 
 
 THOUGHT = "Because it can. "

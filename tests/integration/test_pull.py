@@ -98,21 +98,6 @@ def test_sampling_with_a_seed_is_that_of_one_engine_alone(router: Server, alone:
     assert complete(router, prompt, **sampling).tokens == complete(alone, prompt, **sampling).tokens
 
 
-def test_a_client_cannot_point_the_decoder_at_an_address(router: Server, decoder: Server) -> None:
-    params = {
-        "do_remote_prefill": True,
-        "remote_engine_id": "x",
-        "remote_request_id": "y",
-        "remote_host": "127.0.0.1",
-        "remote_port": 1,
-        "remote_block_ids": [[1]],
-        "tp_size": 1,
-    }
-    failed = metric(decoder, "disagg_engine_kv_handshakes_failed_total")
-    complete(router, text_of(100, 900), kv_transfer_params=params)
-    assert metric(decoder, "disagg_engine_kv_handshakes_failed_total") == failed
-
-
 def test_a_decoder_killed_before_its_read_costs_the_prefiller_one_lease(
     launcher: Launcher,
 ) -> None:

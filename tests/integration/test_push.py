@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.integration.legs import (
-    check_three_turns,
     coordinates_in,
     decode,
     decode_body,
@@ -292,14 +291,6 @@ def test_a_decoder_that_queues_beyond_the_lease_keeps_it(launcher: Launcher, alo
             assert not leg.done()
         assert differences([complete(alone, prompt)], [leg.result(timeout=60).answer]) == []
         assert metric(prefiller, "disagg_engine_kv_leases_expired_total") == 0
-
-
-def test_turns_are_pulled_where_prompts_are_pushed(launcher: Launcher, alone: Server) -> None:
-    with (
-        launcher.engine("prefill", UNCACHED, connector=PUSH, extra=BOTH_WAYS) as prefiller,
-        launcher.engine("decode", connector=PUSH, extra=BOTH_WAYS) as decoder,
-    ):
-        check_three_turns(prefiller, decoder, alone, tokens_of(500, 270))
 
 
 # Through the router, which asks both at once.

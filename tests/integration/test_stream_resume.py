@@ -2,7 +2,6 @@
 leave while clients read. The oracle is one engine that nobody disturbed."""
 
 import json
-import random
 import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -272,38 +271,3 @@ def _told(router: Server, path: str, fields: dict[str, Any], number: int) -> obj
 def _delta(event: dict[str, Any]) -> str:
     delta = event["delta"]
     return delta if isinstance(delta, str) else str(delta["text"])
-
-
-@pytest.mark.nightly
-def test_killed_at_random_again_and_again(
-    launcher: Launcher, prefiller: Server, right: list[Answer]
-) -> None:
-    """Of the decoders one is killed, and another comes in its place."""
-    dice = random.Random(16)
-    with ExitStack() as stack:
-        ports = launcher.free_ports(6)
-        places = [(ports[at], ports[at + 1]) for at in (0, 2, 4)]
-
-        def start(place: tuple[int, int]) -> Server:
-            engine = launcher.engine("decode", extra=BOTH_WAYS, ports=place)
-            return stack.enter_context(engine)
-
-        decoders = [start(place) for place in places]
-        router = stack.enter_context(
-            launcher.router([prefiller], decoders, *SOON, "--decode-policy", "round_robin")
-        )
-        for _ in range(3):
-            killed: list[int] = []
-
-            def kill(killed: list[int] = killed) -> None:
-                at_work = wait_for(lambda: _at_work(decoders), "some answer")
-                killed.append(dice.choice(at_work))
-                decoders[killed[0]].kill()
-
-            assert differences(right, all_streamed(router, PROMPTS, LONG, kill)) == []
-            decoders[killed[0]] = start(places[killed[0]])
-        assert resumed(router) > 2
-
-
-def _at_work(servers: list[Server]) -> list[int]:
-    return [number for number, server in enumerate(servers) if running(server) > 0]
