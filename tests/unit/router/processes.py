@@ -6,6 +6,9 @@ import re
 import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
 
 from scripts.mock_engine import MockEngine
 
@@ -87,3 +90,23 @@ async def running_router(*arguments: str, engines: int) -> AsyncIterator[RouterP
     async with started_router("--health-interval=0.1", *arguments) as router:
         await router.wait_healthy(engines)
         yield router
+
+
+async def until_refused(url: str) -> None:
+    """Wait until nothing listens there any more."""
+    address = httpx.URL(url)
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(address.host, address.port)
+            except ConnectionRefusedError:
+                return
+            writer.close()
+            await asyncio.sleep(0.02)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -32,6 +32,7 @@ from router.commands.demo.engines import (
 )
 from router.common.child_processes import ChildEndedError, ChildProcesses
 from tests.conftest import find_free_ports
+from tests.unit.router.processes import lives
 
 SCRIPT = Path(__file__).with_name("fake_demo.py")
 
@@ -56,13 +57,6 @@ def family_of(pid: int) -> set[int]:
         found.add(parent)
         waiting += children.get(parent, [])
     return found
-
-
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager

@@ -1,8 +1,6 @@
 """Parts that are each tested alone, together: the server with API keys, streams and shutdown."""
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answer_after, answering, streaming_until, usual_prefill
 from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
 from tests.unit.router.mock_engine import event
-from tests.unit.router.processes import serving_router
+from tests.unit.router.processes import serving_router, until_refused
 
 KEY, OTHER, THIRD = "sk-disagg-one", "sk-disagg-other", "sk-disagg-third"
 GET = b"GET /version HTTP/1.1\r\nhost: a\r\n\r\n"
@@ -145,7 +143,7 @@ async def test_a_stream_that_outlives_the_order_to_end_ends_its_connection(
         await reader.readuntil(b'"a"')
         router.process.terminate()
         await router.until("shutting down")
-        await eventually(lambda: _refuses(port))
+        await until_refused(router.url)
         may_end.set()
         async with asyncio.timeout(5):
             assert (await reader.read()).endswith(b"0\r\n\r\n")
@@ -209,11 +207,6 @@ async def test_an_answer_of_nothing_has_no_length(router: Router, d: MockEngine)
         assert head.split(b" ")[1] == b"204"
         assert b"content-length" not in head.lower()
         assert b'"version"' in (await client.answer())[1]
-
-
-def _refuses(port: int) -> bool:
-    with contextlib.closing(socket.socket()) as one:
-        return one.connect_ex(("127.0.0.1", port)) != 0
 
 
 async def test_who_does_not_read_gains_no_time_by_asking_more(start_router: StartRouter) -> None:

@@ -12,7 +12,7 @@ from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, c
 from tests.unit.router.engine_scripts import answer_after, hang, usual_prefill
 from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.mock_engine import event
-from tests.unit.router.processes import router_process, serving_router
+from tests.unit.router.processes import router_process, serving_router, until_refused
 
 STREAM = {"model": "m", "prompt": "x", "stream": True}
 
@@ -47,7 +47,7 @@ async def test_a_signal_lets_running_streams_end(
         ready = await client.get("/ready")
         assert ready.status_code == 503, "new connections are taken, but not wanted"
         assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-        await _until_refused(router.url)
+        await until_refused(router.url)
         script.go_on.set()
         assert b"".join([block async for block in blocks]) == event("b") + DONE
         assert await router.ended() == 0
@@ -86,17 +86,6 @@ async def test_what_was_asked_ahead_on_a_connection_is_answered_before_it_ends(
         assert b"connection: close" not in first
         assert b"connection: close" in second
         assert await client.until_closed() == b""
-
-
-async def _until_refused(url: str) -> None:
-    async with asyncio.timeout(20), httpx.AsyncClient() as client:
-        while True:
-            try:
-                await client.get(f"{url}/health")
-            except httpx.ConnectError:
-                return
-            except httpx.TransportError:
-                continue  # it was among those that the closing listener dropped
 
 
 async def test_a_stream_that_does_not_end_is_ended_with_an_event(

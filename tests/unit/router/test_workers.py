@@ -28,7 +28,13 @@ from tests.unit.router.conversations.engines import decoding, prefilling
 from tests.unit.router.engine_scripts import streaming_until
 from tests.unit.router.harness import eventually
 from tests.unit.router.mock_engine import event
-from tests.unit.router.processes import RouterProcess, router_process, serving_router
+from tests.unit.router.processes import (
+    RouterProcess,
+    lives,
+    router_process,
+    serving_router,
+    until_refused,
+)
 
 FAMILY = ("--workers=2", "--conversation-store=off", "--port=0", "--health-interval=0.1")
 CHAT = [{"role": "user", "content": "how are you?"}]
@@ -159,37 +165,17 @@ async def test_a_signal_to_the_family_lets_running_streams_end(
         assert await anext(blocks) == event("a")
         router.process.terminate()
         await router.until("shutting down")
-        await _until_refused(router.url)
+        await until_refused(router.url)
         go_on.set()
         assert b"".join([block async for block in blocks]) == event("b") + DONE
         assert await router.ended() == 0
-    assert not any(_lives(pid) for pid in pids)
-
-
-async def _until_refused(url: str) -> None:
-    address = httpx.URL(url)
-    async with asyncio.timeout(20):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection(address.host, address.port)
-            except ConnectionRefusedError:
-                return
-            writer.close()
-            await asyncio.sleep(0.02)
+    assert not any(lives(pid) for pid in pids)
 
 
 async def test_workers_die_with_their_supervisor(p: MockEngine, d: MockEngine) -> None:
     async with family(p, d) as (router, pids):
         router.process.kill()
-        await eventually(lambda: not any(_lives(pid) for pid in pids))
-
-
-def _lives(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        await eventually(lambda: not any(lives(pid) for pid in pids))
 
 
 @pytest.mark.slow
@@ -199,7 +185,7 @@ async def test_a_second_signal_ends_the_family_at_once(p: MockEngine, d: MockEng
         await router.until("shutting down")
         router.process.terminate()
         assert await router.ended() == 128 + signal.SIGTERM
-        assert not any(_lives(pid) for pid in pids)
+        assert not any(lives(pid) for pid in pids)
 
 
 async def test_a_port_in_use_is_noticed_by_a_family_too(p: MockEngine, d: MockEngine) -> None:
