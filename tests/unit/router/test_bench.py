@@ -94,7 +94,7 @@ def test_a_sample_is_bounded_and_fair() -> None:
 
 
 async def test_a_load_goes_through_a_router(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+    start_router: StartRouter, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     d.usual = talking
     router = await start_router()
@@ -125,7 +125,7 @@ async def test_an_answer_that_is_late_is_counted_with_its_url(
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["--json", "--seed=1"])
 async def test_ctrl_c_prints_what_was_measured(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, form: str
+    start_router: StartRouter, d: MockEngine, form: str
 ) -> None:
     d.scripts = [talking] * 3
     d.usual = answer_after(asyncio.Event(), talking)

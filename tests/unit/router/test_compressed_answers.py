@@ -62,7 +62,7 @@ async def test_answer_may_say_that_it_is_uncompressed(
 
 
 async def test_connection_that_carried_a_compressed_answer_is_not_used_again(
-    router: Router, p: MockEngine, d: MockEngine
+    router: Router, d: MockEngine
 ) -> None:
     async def compresses(_: Received, peer: Peer) -> None:
         await peer.answer(gzip.compress(b"{}"), headers={"content-encoding": "gzip"})

@@ -151,7 +151,7 @@ async def test_bomb_is_refused_by_its_plain_size(
 
 
 async def test_plain_bytes_count_among_the_held_bodies(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(max_body_size=MIB, max_held_bodies=MIB)
     may_answer = asyncio.Event()
@@ -169,7 +169,7 @@ async def test_plain_bytes_count_among_the_held_bodies(
 
 
 async def test_client_that_leaves_while_its_body_is_decompressed_leaves_no_memory_behind(
-    router: Router, p: MockEngine
+    router: Router,
 ) -> None:
     packed = gzip.compress(json.dumps({**BODY, "prompt": "a" * 32 * MIB}).encode())
     async with router.socket() as client:

@@ -87,7 +87,7 @@ async def test_two_engines_die_at_a_request_and_no_third_one(
 
 
 async def test_nor_where_the_client_has_some_of_the_answer(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, d3: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, d3: MockEngine
 ) -> None:
     """Decoders die after their first words; prefillers live."""
     says = STREAM_HEAD + chunk(event("a")[:20])
@@ -129,7 +129,7 @@ async def test_nor_where_another_goes_on_with_it(
 
 
 async def test_engines_that_only_fail_are_no_deaths(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     """Twice 500, or twice a lost connection of an engine that lives."""
     for fault in (fails, reset):
@@ -141,7 +141,7 @@ async def test_engines_that_only_fail_are_no_deaths(
 
 
 async def test_engines_that_die_one_after_the_other_of_other_causes(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     """One death is no reason to give up."""
     router = await start_router(ds=[d, d2], health_interval=60)

@@ -547,7 +547,6 @@ async def test_wrong_kv_that_a_running_router_has_found_is_shown(
 
 async def test_engine_that_only_the_router_reaches_is_no_failure(
     start_router: StartRouter,
-    p: MockEngine,
     d: MockEngine,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

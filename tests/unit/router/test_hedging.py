@@ -223,7 +223,7 @@ async def test_where_all_fail_it_is_one_failure_of_the_request(
 
 
 async def test_legs_that_were_asked_on_a_chance_are_no_failures_of_the_request(
-    start_router: StartRouter, p: MockEngine, ds: list[MockEngine]
+    start_router: StartRouter, ds: list[MockEngine]
 ) -> None:
     """Four that fail one after the other would end it."""
     async with running_engine(fails) as fourth, running_engine(to_the_end) as fifth:

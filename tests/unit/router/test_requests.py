@@ -338,7 +338,7 @@ async def test_another_request_id_is_replaced(router: Router, d: MockEngine, nam
     assert f"x-request-id: {given}".encode() in head
 
 
-async def test_every_request_without_an_id_gets_its_own(router: Router, d: MockEngine) -> None:
+async def test_every_request_without_an_id_gets_its_own(router: Router) -> None:
     answers = [await router.complete() for _ in range(3)]
     assert len({answer.headers["x-request-id"] for answer in answers}) == 3
 

@@ -232,7 +232,7 @@ async def test_engines_with_one_engine_id_are_shown_counted_and_logged_once(
 
 
 async def test_a_router_is_shown_as_it_is(
-    router: Router, p: MockEngine, d: MockEngine, capsys: pytest.CaptureFixture[str]
+    router: Router, d: MockEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (await router.complete()).status_code == 200
     await d.stop()

@@ -94,7 +94,7 @@ async def test_a_request_is_a_span_under_its_clients_and_its_legs_are_under_it(
 
 
 async def test_releases_and_trial_requests_belong_to_the_trace_of_their_request(
-    collector: Receiver, router: Router, p: MockEngine, d: MockEngine
+    collector: Receiver, router: Router, d: MockEngine
 ) -> None:
     d.scripts = [answering(400, {"error": {"message": "no"}})]
     headers, body = {"traceparent": SAMPLED}, {"model": "m", "prompt": "hello" * 2000}
@@ -157,7 +157,7 @@ async def test_what_the_client_does_not_sample_is_passed_on_so_and_not_sent(
 
 
 async def test_each_try_is_a_span_with_an_id_of_its_own(
-    collector: Receiver, start_router: StartRouter, p: MockEngine, d: MockEngine
+    collector: Receiver, start_router: StartRouter, p: MockEngine
 ) -> None:
     async with running_engine(answering(500, {"error": {"message": "out of memory"}})) as broken:
         router = await start_router(ps=[broken, p])
@@ -223,9 +223,7 @@ async def test_the_standards_sampler_is_asked(
     assert not collector.spans
 
 
-async def test_waiting_for_room_is_a_span(
-    collector: Receiver, start_router: StartRouter, d: MockEngine
-) -> None:
+async def test_waiting_for_room_is_a_span(collector: Receiver, start_router: StartRouter) -> None:
     router = await start_router(max_engine_requests=1)
     both = await asyncio.gather(*(router.complete() for _ in range(4)))
     assert [answer.status_code for answer in both] == [200] * 4

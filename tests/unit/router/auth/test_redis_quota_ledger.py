@@ -204,7 +204,7 @@ async def test_a_client_that_leaves_gives_its_place_back_to_all(
 
 
 async def test_without_redis_each_router_counts_alone_and_no_request_fails(
-    start_router: StartRouter, keys: WriteKeys, p: MockEngine, caplog: pytest.LogCaptureFixture
+    start_router: StartRouter, keys: WriteKeys, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = keys(entry("one", KEY, requests_per_minute=3))
     with running_redis() as own:

@@ -199,9 +199,7 @@ async def test_an_engine_whose_cache_has_it_all_is_found_out_by_a_request_that_n
     assert not p.requests
 
 
-async def test_an_engine_that_has_rejected_knows_the_field(
-    router: Router, p: MockEngine, d: MockEngine
-) -> None:
+async def test_an_engine_that_has_rejected_knows_the_field(router: Router, d: MockEngine) -> None:
     d.usual = rejecting()
     await ask_long(router)
     d.usual = computing(None)
@@ -211,7 +209,7 @@ async def test_an_engine_that_has_rejected_knows_the_field(
 
 
 async def test_an_engine_may_say_itself_that_it_does_not_know_the_field(
-    router: Router, p: MockEngine, d: MockEngine
+    router: Router, d: MockEngine
 ) -> None:
     d.usual = computing(590)
     await ask_long(router)
@@ -277,7 +275,7 @@ async def test_an_error_of_the_decoder_asked_first_is_passed_on(
     assert not p.requests
 
 
-async def test_events_before_the_answer_are_not_lost(router: Router, d: MockEngine) -> None:
+async def test_events_before_the_answer_are_not_lost(router: Router) -> None:
     text = await plain(router, cache_hit_threshold=0.5, stream=True)
     said = {"role": "assistant", "content": "fine"}
     assert text == b"".join(stream(said, None, alone=False)).decode()

@@ -95,7 +95,7 @@ async def test_a_prefill_that_was_read_is_not_released(router: Router, d: MockEn
 
 @pytest.mark.parametrize("case", ["decoder_alone", "mismatch", "hit"])
 async def test_a_turn_that_nobody_pulls_is_given_back_to_its_decoder(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, case: str
+    start_router: StartRouter, d: MockEngine, case: str
 ) -> None:
     router = await start_router(decode_first_turns=0.1 if case == "decoder_alone" else 0)
     d.identity = {"capabilities": ["cache_hit_threshold", "release"]}
@@ -136,7 +136,7 @@ async def test_a_prefiller_whose_decoder_fails_is_told_itself(
 
 
 async def test_a_turn_that_another_replaces_or_pushes_out_is_given_back(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(conversation_max_entries=1)
     d.identity = CAPABLE
@@ -160,7 +160,7 @@ async def test_a_turn_that_another_replaces_or_pushes_out_is_given_back(
 
 
 async def test_a_turn_that_cannot_be_stored_is_given_back(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(conversation_max_bytes=10)
     d.identity = CAPABLE
@@ -250,7 +250,7 @@ async def test_an_answer_whose_client_leaves_at_its_end_is_kept(
 
 
 async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
-    router: Router, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine
 ) -> None:
     asked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -276,7 +276,7 @@ async def test_an_answer_whose_client_leaves_while_it_is_being_stored_is_kept(
 
 @pytest.mark.parametrize("is_overloaded", [True, False])
 async def test_no_release_goes_to_an_overloaded_engine_or_beyond_the_retry_budget(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, is_overloaded: bool
+    start_router: StartRouter, d: MockEngine, is_overloaded: bool
 ) -> None:
     """Every decode engine answers 503 with Retry-After, or 500 while the budget is used up."""
     error = {"error": {"message": "no"}}

@@ -50,7 +50,7 @@ async def lone_engine() -> AsyncIterator[tuple[MockEngine, asyncio.subprocess.Pr
 
 @pytest.mark.slow
 async def test_a_frozen_engine_is_found_and_its_legs_end(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     """With the default settings: a unary leg goes elsewhere, a stream ends."""
     async with lone_engine() as (lone, process):
@@ -77,7 +77,7 @@ async def test_a_frozen_engine_is_found_and_its_legs_end(
 
 
 async def test_legs_end_at_a_frozen_engine_that_refuses_connections(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     """Its backlog is full, so that probes cannot even connect: that is silence too."""
     router = await start_router(health_interval=0.1, health_timeout=0.3, engine_idle_connections=0)
@@ -93,7 +93,7 @@ async def test_legs_end_at_a_frozen_engine_that_refuses_connections(
 
 @pytest.mark.parametrize("is_alone", [True, False])
 async def test_legs_of_the_only_engine_get_three_times_as_many_probes(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, is_alone: bool
+    start_router: StartRouter, d: MockEngine, is_alone: bool
 ) -> None:
     async with running_engine(usual_decode) as other:
         router = await start_router(ds=[d] if is_alone else [d, other], health_failures=2)
@@ -114,11 +114,7 @@ async def test_legs_of_the_only_engine_get_three_times_as_many_probes(
 
 @pytest.mark.parametrize("goes_on", [False, True])
 async def test_legs_of_a_refusing_engine_fail_after_a_silent_grace_period(
-    start_router: StartRouter,
-    p: MockEngine,
-    d: MockEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    goes_on: bool,
+    start_router: StartRouter, d: MockEngine, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     """It listens no more: it drains, or its core has died and nothing will ever come."""
     monkeypatch.setattr(probes, "LEG_GRACE_S", 0.5)
@@ -146,7 +142,7 @@ async def test_legs_of_a_refusing_engine_fail_after_a_silent_grace_period(
 
 
 async def test_a_busy_engine_that_answers_no_probe_keeps_its_stream(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(health_interval=0.05, health_timeout=0.3)
     engine = router.engine(d)
@@ -169,7 +165,6 @@ async def test_a_busy_engine_that_answers_no_probe_keeps_its_stream(
 async def test_an_unresolved_name_makes_no_engine_unhealthy(
     start_router: StartRouter,
     p: MockEngine,
-    d: MockEngine,
     monkeypatch: pytest.MonkeyPatch,
     is_slow: bool,
     caplog: pytest.LogCaptureFixture,
@@ -221,7 +216,7 @@ async def test_probes_without_a_file_descriptor_make_no_engine_unhealthy(
 
 @pytest.mark.parametrize("status", [401, 404, 500])
 async def test_an_engine_keeps_its_models_when_it_stops_reporting_them(
-    router: Router, p: MockEngine, d: MockEngine, status: int
+    router: Router, d: MockEngine, status: int
 ) -> None:
     await router.knows_its_engines()
     engine, prober = router.engine(d), router.state.prober
@@ -235,7 +230,7 @@ async def test_an_engine_keeps_its_models_when_it_stops_reporting_them(
 
 
 async def test_an_engine_that_restarts_with_other_models_serves_those(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(without_prefiller="decode")
     await router.knows_its_engines()
@@ -273,9 +268,7 @@ async def test_size_of_a_cache_is_read_from_the_metrics_of_an_engine_without_ide
 HISTOGRAM = b'vllm:e2e_request_latency_seconds_bucket{engine="0",le="%d",model_name="m"} 12.0\n'
 
 
-async def test_metrics_of_megabytes_are_read(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
-) -> None:
+async def test_metrics_of_megabytes_are_read(start_router: StartRouter, p: MockEngine) -> None:
     p.pages["/metrics"] = HISTOGRAM % 1 * 100_000 + next(iter(CACHES))
     assert len(p.pages["/metrics"]) > 4 * 1024 * 1024
     router = await start_router()
@@ -403,7 +396,7 @@ async def test_idle_engines_of_a_large_fleet_are_probed_less_often_until_a_reque
 
 
 async def test_first_probes_begin_in_batches(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "BATCH_SIZE", 1)
     monkeypatch.setattr(probes, "BATCH_INTERVAL_S", 0.6)

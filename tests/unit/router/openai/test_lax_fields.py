@@ -95,7 +95,7 @@ async def test_nested_flags_of_messages_are_read_as_well(
 
 
 async def test_completion_with_logprobs_of_its_prompt_is_recognized_in_any_spelling(
-    router: Router, p: MockEngine, d: MockEngine
+    router: Router, p: MockEngine
 ) -> None:
     fields: list[dict[str, Any]] = [
         {"echo": "true", "logprobs": "0"},

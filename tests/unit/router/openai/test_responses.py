@@ -572,7 +572,7 @@ async def test_references_to_unknown_items_are_a_404(router: Router, other: str)
 
 
 async def test_what_is_left_out_is_logged_once(
-    router: Router, d: MockEngine, caplog: pytest.LogCaptureFixture
+    router: Router, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "disagg_router.proxy")
     tools = [FUNCTION, {"type": "web_search"}, {"type": "a" * 999}]
@@ -686,9 +686,7 @@ async def test_an_absurd_id_is_a_400(router: Router, p: MockEngine, previous: ob
     assert not p.requests
 
 
-async def test_a_wrong_limit_is_named_as_the_client_knows_it(
-    router: Router, d: MockEngine, p: MockEngine
-) -> None:
+async def test_a_wrong_limit_is_named_as_the_client_knows_it(router: Router, p: MockEngine) -> None:
     answer = await router.client.post(PATH, json={**ASKED, "max_output_tokens": "abc"})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "max_output_tokens")

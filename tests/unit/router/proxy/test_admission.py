@@ -106,7 +106,7 @@ async def test_engine_limits_hold_under_a_flood_of_requests(
 
 
 async def test_slot_at_decoder_is_reserved_while_the_prefill_leg_runs(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine
 ) -> None:
     p.usual = gate = Gate()
     router = await start_router(max_engine_requests=2)
@@ -117,7 +117,7 @@ async def test_slot_at_decoder_is_reserved_while_the_prefill_leg_runs(
 
 
 async def test_prompts_beyond_the_token_limit_wait_and_the_largest_one_runs_alone(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, p: MockEngine
 ) -> None:
     p.usual = gate = Gate()
     router = await start_router(max_engine_requests=0, max_engine_prefill_tokens=1000)
@@ -359,7 +359,7 @@ async def test_client_that_disconnects_when_admitted_releases_its_slot(
 
 
 async def test_conversation_entry_is_not_taken_while_the_turn_is_queued(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     d.scripts = [answering(200, USUAL | {"kv_transfer_params": PARAMS})]
     router = await start_router(max_engine_requests=1)
@@ -443,9 +443,7 @@ async def test_chunked_body_is_limited_as_it_arrives(start_router: StartRouter) 
         await eventually(lambda: router.gateway.memory.bodies.size < 61_000)
 
 
-async def test_body_memory_is_released_however_a_request_ends(
-    router: Router, d: MockEngine
-) -> None:
+async def test_body_memory_is_released_however_a_request_ends(router: Router) -> None:
     asked = post(b'{"prompt": "%b"}' % (b"x" * 10_000))
     async with router.socket() as client:
         await client.send(asked * 3 + asked[:-1])

@@ -76,7 +76,7 @@ async def test_stream_tells_proxies_to_pass_it_on_at_once(
 
 
 async def test_stream_that_begins_with_a_heartbeat_tells_proxies_too(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(stream_heartbeat=0.1)
     may_answer = asyncio.Event()

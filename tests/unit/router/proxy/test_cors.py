@@ -47,9 +47,7 @@ async def test_origin_that_is_not_allowed_gets_no_headers(
         assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-async def test_answers_streams_and_errors_have_cors_headers(
-    start_router: StartRouter, p: MockEngine
-) -> None:
+async def test_answers_streams_and_errors_have_cors_headers(start_router: StartRouter) -> None:
     router = await start_router(cors_origins=[PAGE], max_body_size=2000)
     page = {"origin": PAGE}
     long = {"prompt": "x" * 3000}

@@ -122,7 +122,7 @@ async def test_a_request_that_is_refused_unread_leaves_the_turn_where_it_is(
 
 
 async def test_a_turn_that_was_taken_and_cannot_be_planned_is_given_back(
-    router: Router, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+    router: Router, d: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await last_turn(router)
 

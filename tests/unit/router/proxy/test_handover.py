@@ -224,7 +224,7 @@ async def test_invalid_generated_tokens_are_removed(
 
 
 async def test_generated_tokens_that_were_not_requested_are_removed(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(first_token="decoder")
     assert (await router.complete()).status_code == 200
@@ -244,7 +244,7 @@ async def test_token_that_a_decoder_rejects_is_computed_again(
 
 
 async def test_another_decoder_with_equal_hashes_continues(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     d2.identity = DECODES
     router = await start_router(ds=[d, d2])

@@ -311,7 +311,7 @@ async def test_refusal_of_either_engine_is_the_clients_answer(
 
 
 async def test_engines_of_different_protocols_are_no_pair(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, trtllm: TensorRTLLM
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, trtllm: TensorRTLLM
 ) -> None:
     router = await start_router(ds=[d, d2])
     for _ in range(4):

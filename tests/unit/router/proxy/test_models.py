@@ -222,7 +222,7 @@ async def test_another_engine_answers_after_the_404_of_one_with_an_outdated_list
 
 
 async def test_404_that_is_not_about_the_model_is_the_clients(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     lacks = answering(404, {"error": {"message": "Not Found", "param": None, "code": 404}})
     router = await start_router()

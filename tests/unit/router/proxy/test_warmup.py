@@ -101,7 +101,7 @@ async def test_eager_warms_every_pair_once_with_a_prompt_of_its_own(
 
 
 async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     may_continue = asyncio.Event()
 
@@ -126,9 +126,7 @@ async def test_engine_that_joins_gets_no_requests_before_it_is_warm(
     assert client_legs(d2)
 
 
-async def test_only_engine_of_a_role_is_used_cold(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
-) -> None:
+async def test_only_engine_of_a_role_is_used_cold(start_router: StartRouter, d: MockEngine) -> None:
     async def never_warm(request: Received, peer: Peer) -> None:
         await (hang if request in warm(d) else usual_decode)(request, peer)
 
@@ -142,7 +140,7 @@ async def test_only_engine_of_a_role_is_used_cold(
 
 @pytest.mark.parametrize("status", [401, 500, 503])
 async def test_failed_warm_up_does_not_count_against_the_engines(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, status: int
+    start_router: StartRouter, p: MockEngine, status: int
 ) -> None:
     p.usual = answering(status, {})
     router = await start_router(warm_up="eager")
@@ -154,7 +152,7 @@ async def test_failed_warm_up_does_not_count_against_the_engines(
 
 
 async def test_kv_is_released_if_the_decoder_fails(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     d.scripts = [answering(500, {})]
     router = await start_router(warm_up="eager")
@@ -164,7 +162,7 @@ async def test_kv_is_released_if_the_decoder_fails(
 
 
 async def test_warm_up_that_hangs_delays_an_engine_for_a_limited_time(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
+    start_router: StartRouter, d: MockEngine
 ) -> None:
     router = await start_router(warm_up="off")
     d.usual = hang
@@ -265,7 +263,7 @@ async def test_kv_is_released_if_a_push_fails(
 
 @pytest.mark.parametrize("mode", ["lazy", "eager"])
 async def test_thousand_flapping_engines_do_not_delay_requests(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, mode: str
+    start_router: StartRouter, mode: str
 ) -> None:
     router = await start_router(warm_up="off")
     fleet = Fleet(cast(Any, lambda spec: None), 3)
