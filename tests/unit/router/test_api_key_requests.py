@@ -102,14 +102,6 @@ async def test_key_in_a_trailer_is_no_key(keyed: Router, line: bytes) -> None:
         assert status_of(await client.head()) == 401
 
 
-async def test_anthropics_header_does_too(keyed: Router) -> None:
-    answer = await keyed.client.post("/v1/completions", json=BODY, headers={"x-api-key": KEY})
-    assert answer.status_code == 200
-    check_unauthorized(
-        await keyed.client.post("/v1/completions", json=BODY, headers={"x-api-key": OTHER})
-    )
-
-
 @pytest.mark.parametrize(
     "lines",
     [

@@ -11,7 +11,7 @@ import pytest
 
 from router.fleet.engine import EngineRole, Health, Intent
 from router.server.router_state import state_of
-from router.settings import Settings, SettingsError, load
+from router.settings import Settings, load
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
 from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.fleet.sources.api_server import api_server, kubeconfig, pod
@@ -318,9 +318,3 @@ def test_a_restarted_router_uses_the_saved_list_of_a_broken_file(tmp_path: Path)
     app = build(load({"engines_file": path}))
     assert state_of(app).gateway.fleet.engines == ()
     assert "engines.yaml" in state_of(app).registry.problems()["file"]
-
-
-def test_the_command_refuses_no_sources_at_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(problems(capsys)) == 2
-    with pytest.raises(SettingsError):
-        load({})

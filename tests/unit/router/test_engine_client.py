@@ -139,12 +139,6 @@ async def test_an_answer_split_at_any_byte_is_the_same(what: str) -> None:
         assert leg.pool.kept == [leg.connection], "its end was seen, so it is kept"
 
 
-@pytest.mark.parametrize("what", WHOLE)
-async def test_an_answer_may_come_byte_by_byte(leg: Leg, what: str) -> None:
-    leg.receive(*(bytes([byte]) for byte in WHOLE[what]))
-    assert await leg.relayed() == EVENTS
-
-
 @pytest.mark.parametrize("what", ["chunked", "with trailers", "by length"])
 async def test_an_answer_cut_off_at_any_byte_never_looks_complete(what: str) -> None:
     data = WHOLE[what]

@@ -10,7 +10,7 @@ from router.fleet.engine import EngineRole
 from router.fleet.probes import MAX_ANSWER_BYTES
 from scripts.mock_engine import MockEngine, Peer, Received, is_release
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answering, usual_decode, usual_prefill
+from tests.unit.router.engine_scripts import usual_decode, usual_prefill
 from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import running_engine
 
@@ -236,9 +236,3 @@ async def test_requests_in_flight_are_counted(router: Router, p: MockEngine) -> 
     p.scripts = [script]
     assert (await router.complete()).status_code == 200
     assert router.metric("requests_in_flight") == 0
-
-
-async def test_an_engines_own_failures_are_counted(router: Router, d: MockEngine) -> None:
-    d.scripts = [answering(500, {})]
-    assert (await router.complete()).status_code == 502
-    assert router.metric("upstream_errors_total", role="decode", kind="status_5xx") == 1

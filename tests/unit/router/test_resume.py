@@ -326,7 +326,7 @@ async def test_no_prefiller_is_needed(
 
 
 async def test_again_and_again_but_not_for_ever(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     async with running_engine(to_the_end) as d3, running_engine(to_the_end) as d4:
         d3.identity = d4.identity = OURS
@@ -345,7 +345,7 @@ async def test_again_and_again_but_not_for_ever(
 
 
 async def test_only_who_goes_on_is_counted(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     async with running_engine(to_the_end) as d3:
         d3.identity = OURS
@@ -395,7 +395,7 @@ async def test_what_was_computed_for_a_move_to_nobody_is_given_back(
 
 
 async def test_engines_that_tell_not_what_they_render_are_like_nobody(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     untold = {"capabilities": CAPABILITIES}
     async with running_engine(to_the_end) as other:
@@ -421,7 +421,7 @@ async def test_who_is_to_go_on_may_refuse(
 
 
 async def test_streams_of_a_decoder_that_is_taken_away_move(
-    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, d: MockEngine, d2: MockEngine
 ) -> None:
     """As its drain's deadline does."""
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
@@ -434,11 +434,7 @@ async def test_streams_of_a_decoder_that_is_taken_away_move(
 
 
 async def test_a_decoder_that_has_left_and_says_nothing_loses_its_streams_soon(
-    start_router: StartRouter,
-    p: MockEngine,
-    d: MockEngine,
-    d2: MockEngine,
-    monkeypatch: pytest.MonkeyPatch,
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's server without its core."""
     monkeypatch.setattr(probes, "STREAM_GRACE_S", 0.3)
@@ -464,7 +460,7 @@ async def test_a_prefiller_that_fails_does_not_end_the_only_move(
 
 
 async def test_an_end_that_was_on_its_way_comes_once(
-    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, d: MockEngine, d2: MockEngine
 ) -> None:
     d.scripts = d2.scripts = [dies_after(4, "finish")]
     assert texts_of((await router.stream()).text) == WORDS
@@ -481,7 +477,7 @@ async def test_an_end_that_was_on_its_way_comes_once(
     ],
 )
 async def test_where_nobody_can_go_on_the_stream_ends_with_an_error(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine, changes: dict[str, Any]
+    start_router: StartRouter, d: MockEngine, d2: MockEngine, changes: dict[str, Any]
 ) -> None:
     token_id_comment = OURS | {"capabilities": changes.get("of_others", CAPABILITIES)}
     limits = {name: value for name, value in changes.items() if name.startswith("max")}
@@ -506,7 +502,7 @@ async def test_of_some_requests_nothing_is_asked(
 
 
 async def test_a_client_that_leaves_leaves_nothing(
-    router: Router, p: MockEngine, d: MockEngine, d2: MockEngine
+    router: Router, d: MockEngine, d2: MockEngine
 ) -> None:
     d.scripts = d2.scripts = [dies_after(2, "frozen")]
     body = json.dumps({"model": "m", "prompt": "x", "stream": True}).encode()
@@ -519,7 +515,7 @@ async def test_a_client_that_leaves_leaves_nothing(
 
 
 async def test_many_at_once_are_each_their_own(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+    start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:
     """A third of them lose a decoder, none of them two."""
     left = [dies_after(1 + i % 4) for i in range(10)]
@@ -560,16 +556,6 @@ def test_however_it_is_cut_into_blocks(size: int) -> None:
     assert passed + buffer.last == event(b"x") + event(b"y") + event(b"z") + FINISH + DONE
     assert buffer.num_tokens == 3
     assert not buffer.is_cut
-
-
-def test_a_finish_waits_for_the_end() -> None:
-    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
-    buffer.start_leg(None)
-    assert buffer.passing(event(b"x", "AQAA") + FINISH, False) == event(b"x")
-    assert buffer.passing(DONE, False) == b""
-    assert buffer.passing(b"", True) == b""
-    assert buffer.last == FINISH + DONE
-    assert not buffer.can_resume
 
 
 def test_what_waits_behind_a_finish_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,19 +99,6 @@ def test_what_came_with_an_early_end_is_seen_by_the_next_tap() -> None:
     assert seen.text == event(b"x")
 
 
-@pytest.mark.parametrize("ids", ["AQA", "!!!!", ""])
-def test_ids_that_are_none_are_no_ids(ids: str) -> None:
-    """What was not told is said twice, so nobody may go on."""
-    buffer = ResumeBuffer(MemoryBudget(0), {}, 2)
-    buffer.start_leg(None)
-    first = b": prompt_token_ids AQAA\n" + event(b"w", "AQAA")
-    buffer.passing(first, False)
-    assert buffer.can_resume
-    passed = buffer.passing(b": token_ids %s\n" % ids.encode() + event(b"x"), False)
-    assert passed == event(b"x")
-    assert buffer.can_resume is (ids == "")
-
-
 async def test_a_long_prompt_is_told(
     start_router: StartRouter, d: MockEngine, d2: MockEngine
 ) -> None:

@@ -90,11 +90,6 @@ def test_an_engine_is_given_as_a_url_or_as_host_and_port() -> None:
     assert list(map(str, settings.over_tls)) == ["q:2"]
 
 
-def test_one_port_serves_many_hosts() -> None:
-    settings = load(ENGINES | {"prefiller_hosts": ["a", "b", "c"]})
-    assert settings.prefillers == (Address("a", 8100), Address("b", 8100), Address("c", 8100))
-
-
 @pytest.mark.parametrize(
     ("given", "host", "written"),
     [

@@ -47,14 +47,6 @@ class Desk:
         assert await self.store.take(key) is None, "and it is gone"
 
 
-async def test_what_was_put_is_taken_once() -> None:
-    desk = Desk()
-    assert await desk.store.put("k", b"value", 10) == []
-    assert await desk.store.take("k") == b"value"
-    assert await desk.store.take("k") is None
-    assert desk.unverified("take") == 0
-
-
 async def test_another_router_with_the_key_takes_it_and_one_without_does_not() -> None:
     desk = Desk()
     await desk.store.put("k", b"value", 10)

@@ -26,7 +26,6 @@ from tests.unit.router.conversations.engines import (
 from tests.unit.router.engine_scripts import answer_after, answering, reset, usual_decode
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import PARAMS, event
-from tests.unit.router.processes import serving_router
 
 ASKED: list[Any] = [{"role": "user", "content": "how are you?"}]
 SAID = {"role": "assistant", "content": "fine"}
@@ -130,16 +129,6 @@ async def test_a_turn_goes_to_the_rank_of_its_decoder_that_has_the_last_one(
     assert p.last.header("x-data-parallel-rank") == said
     await chat(router, ASKED, headers, conversation_id="another")
     assert d.last.header("x-data-parallel-rank") == said
-
-
-async def test_an_entry_is_used_once(router: Router, p: MockEngine, d: MockEngine) -> None:
-    await chat(router, ASKED)
-    d.usual = decoding(kept=None)
-    await chat(router, AGAIN)
-    assert offered(p) == KEPT
-    await chat(router, AGAIN)
-    assert offered(p) is None
-    assert turns(router, "new") == 2
 
 
 async def test_of_many_turns_at_once_one_reuses(
@@ -295,7 +284,7 @@ ID_HEADERS = (
     ids="+".join,
 )
 async def test_request_ids_that_never_come_back_make_engines_retain_nothing(
-    router: Router, p: MockEngine, d: MockEngine, names: tuple[str, ...]
+    router: Router, d: MockEngine, names: tuple[str, ...]
 ) -> None:
     async def retained(number: int) -> bool:
         headers = dict.fromkeys(names, f"request-{number}")
@@ -410,7 +399,7 @@ async def test_a_chat_without_an_id_is_not_reused_unverified(
 
 
 async def test_without_engines_that_verify_turns_a_chat_without_an_id_is_none(
-    router: Router, p: MockEngine, d: MockEngine
+    router: Router, d: MockEngine
 ) -> None:
     for messages in (ASKED, AGAIN):
         await chat(router, messages, conversation_id=None)
@@ -707,30 +696,6 @@ async def test_a_leg_that_uses_an_entry_up_is_never_sent_twice(
     pulls = [r for r in p.requests if r.json["kv_transfer_params"]["remote_block_ids"] is not None]
     assert len(pulls) == 1
     assert len(p.requests) == 3
-
-
-@pytest.mark.slow
-async def test_of_fifty_turns_at_two_routers_with_one_redis_one_reuses(
-    p: MockEngine, d: MockEngine
-) -> None:
-    with running_redis() as redis:
-        async with (
-            serving_router(p, d, *redis.options, "--conversation-unproven=whole") as one,
-            serving_router(p, d, *redis.options, "--conversation-unproven=whole") as two,
-            httpx.AsyncClient(timeout=20) as client,
-        ):
-
-            async def ask(url: str, messages: list[Any]) -> int:
-                body = {"model": "m", "messages": messages, "conversation_id": "c"}
-                return (await client.post(f"{url}/v1/chat/completions", json=body)).status_code
-
-            assert await ask(one.url, ASKED) == 200
-            d.usual = decoding(kept=None)
-            asked = [ask((one, two)[i % 2].url, AGAIN) for i in range(50)]
-            assert set(await asyncio.gather(*asked)) == {200}
-    pulled = [r for r in p.requests if r.json["kv_transfer_params"]["remote_block_ids"] is not None]
-    assert len(p.requests) == 51
-    assert len(pulled) == 1
 
 
 async def test_several_answers_reuse_nothing_and_leave_the_entry(

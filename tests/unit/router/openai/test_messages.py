@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ from router.openai.errors import BadRequestError
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received
 from scripts.mock_engine import chunk as framed
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answer_late, answering, raw, streaming, usual_prefill
-from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
-from tests.unit.router.mock_engine import running_engine
+from tests.unit.router.engine_scripts import answer_late, answering, raw, streaming
+from tests.unit.router.harness import Router, eventually, post
 from tests.unit.router.openai.chats import (
     HELLO,
     chunk,
@@ -434,21 +432,6 @@ def test_the_users_text_and_later_lines_are_kept() -> None:
     asked["messages"] = [{"role": "user", "content": f"{BILLING}1;"}]
     told = chat_from_messages(asked, set(), CLAUDE_CODE)["messages"]
     assert [message["content"] for message in told] == [asked["system"], f"{BILLING}1;"]
-
-
-async def test_the_billing_line_does_not_spread_one_prompt_over_prefill_engines() -> None:
-    async with AsyncExitStack() as running:
-        enter = running.enter_async_context
-        prefillers = [await enter(running_engine(usual_prefill)) for _ in range(4)]
-        decoder = await enter(running_engine(says_hello))
-        settings = settings_for(p=prefillers, d=[decoder], prefill_policy="prefix")
-        router = await enter(running_router(settings))
-        fleet = router.gateway.fleet
-        await eventually(lambda: all(engine.is_available for engine in fleet.engines))
-        for number in range(8):
-            asked = {**ASKED, "system": [text(f"{BILLING}{number};"), text("be kind. " * 200)]}
-            assert (await router.client.post(PATH, json=asked)).status_code == 200
-        assert sorted(len(engine.requests) for engine in prefillers) == [0, 0, 0, 8]
 
 
 async def test_engines_see_one_prompt_whatever_the_billing_line(

@@ -39,10 +39,6 @@ async def ask_for(router: Router, adapter: str, prompt: str) -> None:
     assert (await router.complete(model=adapter, prompt=prompt)).status_code == 200
 
 
-async def until_adapters_are(names: set[str], router: Router) -> None:
-    await eventually(lambda: router.gateway.fleet.snapshot.adapters == names)
-
-
 def engines_of(engines: Sequence[MockEngine], adapter: str) -> list[int]:
     """The places of the engines that got the adapter's requests."""
     return [
@@ -114,16 +110,3 @@ async def test_answers_without_cached_tokens_do_not_end_the_memory_of_an_adapter
     for number in range(6):
         await ask_for(router, "sql", f"{number} {LONG}")
     assert len({*engines_of(ps, "sql")}) == 1
-
-
-async def test_adapter_that_is_loaded_at_run_time_counts_at_once(
-    start_router: StartRouter, p: MockEngine, d: MockEngine
-) -> None:
-    router = await start_router(lora_updates=True)
-    await router.knows_its_engines()
-    body = {"lora_name": "new", "lora_path": "/adapters/new"}
-    for path, known in (("load", {"new"}), ("unload", set[str]())):
-        answer = await router.client.post(f"/v1/{path}_lora_adapter", json=body)
-        assert answer.status_code == 200
-        assert router.engine(p).adapters == router.engine(d).adapters == known
-        await until_adapters_are(known, router)

@@ -16,12 +16,15 @@ from router.http_client.engine_answer import HIGH_WATER, EngineAnswer
 from router.http_client.sse import SseReader
 from router.proxy.answer_check import StreamValidator, failure_of
 from router.proxy.resume_buffer import ResumeBuffer
-from scripts.mock_engine import MockEngine
+from scripts.mock_engine import DONE, MockEngine
 from tests.unit.router.engine_scripts import answering
 from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import event
-from tests.unit.router.proxy.test_stopped_engines import CHAT_END, ROLE, TEXT_END, choice_of
+from tests.unit.router.proxy.test_stopped_engines import choice_of
 
+ROLE = choice_of(delta={"role": "assistant", "content": ""}, finish_reason=None)
+CHAT_END = choice_of(delta={}, finish_reason="abort") + DONE
+TEXT_END = choice_of(text="", finish_reason="abort") + DONE
 SECOND_ROLE = choice_of(index=1, delta={"role": "assistant", "content": ""}, finish_reason=None)
 TEXT = choice_of(delta={"content": "a"}, finish_reason=None)
 
@@ -256,7 +259,7 @@ AN_ERROR = WHOLE.replace(b"text_completion", b"error")
 
 @pytest.mark.parametrize("body", [*CUT_OFF, AN_ERROR])
 async def test_body_that_is_cut_off_or_is_an_error_is_no_answer(
-    router: Router, p: MockEngine, d: MockEngine, body: bytes
+    router: Router, d: MockEngine, body: bytes
 ) -> None:
     d.scripts = [answering(200, body)] * 4
     assert (await router.complete()).status_code >= 500

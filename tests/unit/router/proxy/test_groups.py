@@ -61,16 +61,6 @@ def regroup(router: Router, mock: MockEngine, group: str) -> None:
     router.gateway.fleet.change_spec(engine, replace(engine.spec, group=group))
 
 
-async def test_engines_pair_by_what_they_say_of_themselves(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine
-) -> None:
-    name_groups((p, d), (p2, d2))
-    p.usual, p2.usual = prefill_of("blue"), prefill_of("green")
-    router = await start_router(ps=[p, p2], ds=[d, d2])
-    await grouped(router, *NAMES)
-    assert await sources_after(router, d, d2) == ({"blue"}, {"green"})
-
-
 async def test_one_hash_and_engines_without_one_are_one_group(
     start_router: StartRouter, p: MockEngine, d: MockEngine
 ) -> None:
@@ -82,33 +72,34 @@ async def test_one_hash_and_engines_without_one_are_one_group(
     assert d.requests
 
 
-async def test_two_versions_of_the_extension_are_two_groups(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, p2: MockEngine, d2: MockEngine
-) -> None:
-    """They refuse to read each other's KV."""
-    for mock, extension in ((p, "2"), (d, "2"), (p2, "3"), (d2, "3")):
-        mock.identity = {**identity(BLUE), "versions": {"extension": extension}}
-    p.usual, p2.usual = prefill_of("two"), prefill_of("three")
-    router = await start_router(ps=[p, p2], ds=[d, d2])
-    await eventually(lambda: len(router.gateway.fleet.groups) == 2)
-    assert await sources_after(router, d, d2) == ({"two"}, {"three"})
+def configured(digest: str | None) -> dict[str, Any]:
+    """An engine of a release before the digest has none."""
+    page = {**identity(BLUE), "versions": {"extension": "2"}}
+    page["ranks"][0]["compatibility_factors"] = {"configuration": digest} if digest else {}
+    return page
 
 
-@pytest.mark.parametrize("digests", [("c1", "c2"), ("c1", None)])
-async def test_two_configurations_of_a_model_are_two_groups(
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (identity(BLUE), identity(GREEN)),
+        (configured("c1"), {**configured("c1"), "versions": {"extension": "3"}}),
+        (configured("c1"), configured("c2")),
+        (configured("c1"), configured(None)),
+    ],
+    ids=["hash", "version", "configuration", "no configuration"],
+)
+async def test_engines_pair_by_what_they_say_of_themselves(
     start_router: StartRouter,
     p: MockEngine,
     d: MockEngine,
     p2: MockEngine,
     d2: MockEngine,
-    digests: tuple[str | None, str | None],
+    ours: dict[str, Any],
+    theirs: dict[str, Any],
 ) -> None:
-    """An engine of a release before the digest has none."""
-    for digest, pair in zip(digests, ((p, d), (p2, d2)), strict=True):
-        factors = {"dtype": "bfloat16", **({"configuration": digest} if digest else {})}
-        for mock in pair:
-            mock.identity = {**identity(BLUE), "versions": {"extension": "2"}}
-            mock.identity["ranks"][0]["compatibility_factors"] = factors
+    p.identity = d.identity = ours
+    p2.identity = d2.identity = theirs
     p.usual, p2.usual = prefill_of("one"), prefill_of("two")
     router = await start_router(ps=[p, p2], ds=[d, d2])
     await eventually(lambda: len(router.gateway.fleet.groups) == 2)

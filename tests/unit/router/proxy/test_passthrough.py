@@ -14,7 +14,7 @@ from router.telemetry.logs import LINES
 from scripts.mock_engine import MockEngine, Peer, Received
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import answering
-from tests.unit.router.harness import Router, eventually, post, running_router, settings_for
+from tests.unit.router.harness import Router, eventually, running_router, settings_for
 from tests.unit.router.mock_engine import running_engine
 
 PATHS = (
@@ -136,20 +136,6 @@ async def test_body_that_is_not_a_json_object_reaches_no_engine(
     answer = await router.client.post("/v1/embeddings", content=body)
     assert answer.status_code == 400
     assert not d.requests
-
-
-async def test_client_that_disconnects_cancels_the_leg(router: Router, d: MockEngine) -> None:
-    left = []
-
-    async def waits(_: Received, peer: Peer) -> None:
-        await peer.wait_left()
-        left.append(True)
-
-    d.scripts = [waits]
-    async with router.socket() as client:
-        await client.send(post(b'{"model": "m"}', "/v1/embeddings"))
-        await eventually(lambda: d.requests)
-    await eventually(lambda: left)
 
 
 async def test_form_is_passed_unchanged(router: Router, p: MockEngine, d: MockEngine) -> None:
@@ -317,6 +303,7 @@ async def test_adapter_is_loaded_at_all_engines_and_served_at_once(
     assert answer.status_code == 200
     for engine in (p, d):
         assert (engine.last.path, engine.last.json) == (LOAD, ADAPTER)
+        assert router.engine(engine).adapters == {"pirate"}
     snapshot = router.gateway.fleet
     await eventually(lambda: "pirate" in snapshot.snapshot.by_model)
     assert (await router.client.post(UNLOAD, json={"lora_name": "pirate"})).status_code == 200

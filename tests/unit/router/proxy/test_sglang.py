@@ -266,7 +266,6 @@ async def test_client_that_disconnects_leaves_no_leg_that_waits(
 
 async def test_abort_ends_no_leg_of_another_request(
     start_router: StartRouter,
-    p: MockEngine,
     d: MockEngine,
     prefiller: SGLangEngine,
     decoder: SGLangEngine,
@@ -297,7 +296,7 @@ async def test_abort_ends_no_leg_of_another_request(
 
 
 async def test_sglang_and_nixl_engines_of_one_group_are_no_pair(
-    start_router: StartRouter, p: MockEngine, d: MockEngine, prefiller: SGLangEngine
+    start_router: StartRouter, d: MockEngine, prefiller: SGLangEngine
 ) -> None:
     router = await start_router(ds=[d])
     await router.knows_its_engines()
