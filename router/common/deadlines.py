@@ -29,15 +29,14 @@ class Expiring(Protocol):
 
 
 class Deadlines:
-    """Watch deadlines to within `tick` seconds, or longer for thousands of objects and after the
-    process stood still.
+    """Watch deadlines to within TICK_S, or longer for thousands of objects and after the process
+    stood still.
 
     Nearly all deadlines are met. So watching an object costs next to nothing, and a timer that
     always runs looks at all objects.
     """
 
-    def __init__(self, tick: float = TICK_S) -> None:
-        self._tick = tick
+    def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         # When the next check is due, and the last time when the process stood still.
         self._due = NEVER
@@ -55,13 +54,13 @@ class Deadlines:
         """Check deadlines from now on; a second call for the same loop changes nothing."""
         if self._loop is not loop:
             self._loop = loop
-            self._check_later(loop, self._tick, True)
+            self._check_later(loop, TICK_S, True)
 
     def seconds_since(self, moment: float) -> float:
         """Return the seconds since `moment`, a time of `now`, without the last time when the
         process stood still."""
         present = now()
-        is_late = present > self._due + self._tick  # and the timer has not fired yet
+        is_late = present > self._due + TICK_S  # and the timer has not fired yet
         begin, end = (self._due, present) if is_late else self._pause
         return present - moment - max(0.0, end - max(begin, moment))
 
@@ -71,15 +70,15 @@ class Deadlines:
 
     def _check(self, loop: asyncio.AbstractEventLoop, may_wait: bool) -> None:
         moment = now()
-        if moment > self._due + self._tick:
+        if moment > self._due + TICK_S:
             self._pause = self._due, moment
             if may_wait:
                 # Read what has arrived meanwhile before anything expires.
-                self._check_later(loop, self._tick, False)
+                self._check_later(loop, TICK_S, False)
                 return
         expired = [item for item in self._watched if item.deadline <= moment]
         self._watched.difference_update(expired)
-        self._check_later(loop, self._tick * (1 + len(self._watched) // FEW_OBJECTS), True)
+        self._check_later(loop, TICK_S * (1 + len(self._watched) // FEW_OBJECTS), True)
         for item in expired:
             item.expire()
 
