@@ -155,9 +155,9 @@ class EngineFleet:
             engine.send(signal.SIGCONT)
 
 
-def mock_fleet(
-    family: ChildProcesses, name: str, seed: int, protocol: str = NIXL, each: int = 3
-) -> EngineFleet:
+def mock_fleet(family: ChildProcesses, name: str, seed: int, protocol: str) -> EngineFleet:
+    """Three engines of each role."""
+
     def engine(role: str, number: int) -> Engine:
         (port,) = free_ports(1)
         own = f"{seed}-{role}-{number}"
@@ -166,8 +166,8 @@ def mock_fleet(
             command[2:] = ["tests.chaos.protocol_engine", protocol, role, str(port), own]
         return Engine(f"{name} {role} {number}", command, port)
 
-    prefillers = [engine("prefill", number) for number in range(each)]
-    return EngineFleet(family, prefillers, [engine("decode", number) for number in range(each)])
+    prefillers = [engine("prefill", number) for number in range(3)]
+    return EngineFleet(family, prefillers, [engine("decode", number) for number in range(3)])
 
 
 @dataclass(frozen=True, slots=True)

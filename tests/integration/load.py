@@ -138,18 +138,18 @@ async def _asked(client: Client, turn: Turn, talk: Mapping[str, str]) -> Outcome
     return Outcome(turn, exchange.started, exchange.ended, trouble)
 
 
-def scripts(oracle: Server, count: int, seed: int = 0) -> list[Script]:
+def scripts(oracle: Server, count: int) -> list[Script]:
     """So many short answers, as many streams, none with another's prefix, and as many conversations
     of three turns; with what one engine alone answers. One of the streams lasts, so that at any
     time some client is in the midst of it."""
     numbers = range(count)
-    whole = [_single(oracle, 40 + 57 * n, seed + n, {}) for n in numbers]
+    whole = [_single(oracle, 40 + 57 * n, n, {}) for n in numbers]
     lengths = [24 + 12 * n if n else LASTING for n in numbers]
     streams = [
-        _single(oracle, 40 + 57 * n, seed + 100 + n, {"stream": True, "max_tokens": length})
+        _single(oracle, 40 + 57 * n, 100 + n, {"stream": True, "max_tokens": length})
         for n, length in enumerate(lengths)
     ]
-    talks = [_talk(oracle, seed + 200 + n, {"stream": n % 2 == 0}) for n in numbers]
+    talks = [_talk(oracle, 200 + n, {"stream": n % 2 == 0}) for n in numbers]
     return [script for three in zip(whole, streams, talks, strict=True) for script in three]
 
 

@@ -298,13 +298,13 @@ def described(*arguments: Any, **settings: Any) -> Description:
     return lambda launcher: launcher.engine(*arguments, **settings)
 
 
-def leaves_nothing_behind(server: Server, seconds: float = 30) -> None:
+def leaves_nothing_behind(server: Server) -> None:
     """Whatever a test did: once no request is left, every block is free or held by a live lease,
     and the engine's own check of its bookkeeping finds nothing when it ends."""
     wait_for(
         lambda: is_settled(server.metrics()),
         lambda: f"{server.name} has settled: {server.metrics()}",
-        seconds,
+        30,
     )
     server.process.terminate()
     server.process.wait(timeout=45)

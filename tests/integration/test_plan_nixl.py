@@ -107,9 +107,9 @@ class Engine:
             worker.start_load_kv(meta)
         return meta
 
-    def results(self, seconds: float = 20) -> TransferResults:
+    def results(self) -> TransferResults:
         """The next that all ranks agree on."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 20
         while not (found := self._collect()):
             assert time.monotonic() < deadline, "no results"
             time.sleep(0.001)

@@ -96,9 +96,9 @@ class Cluster:
         self._start(API_SERVER, *self._api_server_flags())
         wait_for("the API server", self._is_ready, START)
 
-    def stop_api_server(self, how: signal.Signals = signal.SIGKILL) -> None:
+    def stop_api_server(self) -> None:
         """Requests raise httpx.TransportError from then on, those of other threads too."""
-        self._stop(API_SERVER, how)
+        self._stop(API_SERVER, signal.SIGKILL)
 
     def request(
         self,

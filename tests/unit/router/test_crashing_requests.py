@@ -214,8 +214,8 @@ async def never_answers(request: Received, peer: Peer) -> None:
     await peer.wait_left(None)
 
 
-def num_asked(engine: MockEngine, prompt: str = "hello") -> int:
-    return sum(one.json.get("prompt") == prompt and not is_release(one) for one in engine.requests)
+def num_asked(engine: MockEngine) -> int:
+    return sum(one.json.get("prompt") == "hello" and not is_release(one) for one in engine.requests)
 
 
 def asking(router: Router, **fields: str) -> asyncio.Task[httpx.Response]:

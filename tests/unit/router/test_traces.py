@@ -45,9 +45,9 @@ def trace_of(engine: MockEngine) -> tuple[str, str, str]:
     return trace_id, span_id, flags
 
 
-async def one_request(collector: Receiver, legs: int = 2) -> dict[str, Seen]:
-    """The spans of the only request so far, each of another name."""
-    await eventually(lambda: collector.named(ROOT) and len(collector.spans) == legs + 2)
+async def one_request(collector: Receiver) -> dict[str, Seen]:
+    """The spans of the only request so far, each of another name, two of them of legs."""
+    await eventually(lambda: collector.named(ROOT) and len(collector.spans) == 4)
     found = {span.name: span for span in collector.spans}
     assert len(found) == len(collector.spans)
     assert {span.service for span in collector.spans} == {"disagg-router"}

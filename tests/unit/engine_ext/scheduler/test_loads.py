@@ -34,12 +34,10 @@ def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
     assert load.state is state
 
 
-def loads(
-    orders: Orders, policy: LoadFailurePolicy = "fail", role: TransferRole = TransferRole.DECODE
-) -> Loads:
+def loads(orders: Orders) -> Loads:
     """One, of a request d-1, that is loading."""
-    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy))
-    made.offer("d-1", source(), role, 100, is_proven=True)
+    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy="fail"))
+    made.offer("d-1", source(), TransferRole.DECODE, 100, is_proven=True)
     made.allocated(Request("d-1"), BLOCKS, 100)
     orders.take()
     return made

@@ -41,11 +41,9 @@ def ready(kind: bytes) -> bytes:
     return frame(4, b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind)
 
 
-def met(
-    kind: bytes = b"ROUTER", peer: bytes = b"REQ", limits: MessageLimits = LIMITS
-) -> ZmtpSession:
+def met(peer: bytes = b"REQ") -> ZmtpSession:
     """A session that its peer has greeted, and that has nothing left to say."""
-    session = ZmtpSession(kind, limits)
+    session = ZmtpSession(b"ROUTER", LIMITS)
     session.feed(GREETING + ready(peer))
     assert session.next_message() is None
     assert session.is_ready

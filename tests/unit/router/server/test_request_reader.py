@@ -44,11 +44,9 @@ def reader_of(bounds: Any) -> RequestReader:
     return RequestReader(bounds)
 
 
-def framed(
-    target: bytes = b"/v1/completions", body: bytes = BODY, more: bytes = b"", host: bytes = b"r"
-) -> bytes:
-    head = b"POST %s HTTP/1.1\r\nhost: %s\r\ncontent-length: %d\r\n%s\r\n"
-    return head % (target, host, len(body), more) + body
+def framed(target: bytes = b"/v1/completions", body: bytes = BODY, more: bytes = b"") -> bytes:
+    head = b"POST %s HTTP/1.1\r\nhost: r\r\ncontent-length: %d\r\n%s\r\n"
+    return head % (target, len(body), more) + body
 
 
 def taken(reader: RequestReader) -> IncomingRequest:
