@@ -448,7 +448,8 @@ class PacedEngine:
 
     def __post_init__(self) -> None:
         self.identity = RESUMABLE if self.is_resumable else {}
-        self.unary = whole({**_answer("x"), "kv_transfer_params": PARAMS})
+        params = None if self.is_decoder else PARAMS
+        self.unary = whole({**_answer("x"), "kv_transfer_params": params})
         self.last = chunk(DONE) + LAST_CHUNK
         self._bursts: dict[tuple[int, bool], list[bytes]] = {}
 
