@@ -52,11 +52,15 @@ ROUTING_HEADERS = frozenset((
 ))  # fmt: skip
 # In the name of a form's field, perhaps with more, such as `vllm_xargs[kv_transfer_params]`.
 IN_FORM_NAME = re.compile("|".join((*sorted(FIELDS), FIELD_PREFIX)).encode())
-# Parts of these keys are searched for, as one search is faster than three. Behind PARAMS is any
-# value but null; key and value may stand in two lines of an event.
-PARAMS = b'_params"'
-OTHERS = (b'"bootstrap_', b'"prefill_', b'"decode_', b'"disagg_', b'"backend_instance_id"')
-PARAMS_VALUE = re.compile(rb'_params"[\sdat]*:[\sdat:]*[^\sdat:n]')
+# Parts of these keys, behind their underscore: Python finds a first byte fast, and one search is
+# faster than six. Behind `_params"` is any value but null; key and value may stand in two lines of
+# an event.
+OTHERS = (
+    rb'(?<=[degpl]_)(?:(?<="bootstrap_)|(?<="prefill_)|(?<="decode_)|(?<="disagg_)'
+    rb'|(?<="backend_)instance_id")'
+)
+FIELD = re.compile(rb'_(?:params"|%b)' % OTHERS)
+FIELD_WITH_VALUE = re.compile(rb'_(?:params"[\sdat]*:[\sdat:]*[^\sdat:n]|%b)' % OTHERS)
 # A field whose value is an object or a list, in JSON text. A quote in a string has a backslash.
 NESTED_FIELD = re.compile(
     rb'(?<!\\)"(?:%b|%b\w*)"\s*:\s*[{\[]'
@@ -106,21 +110,12 @@ def is_internal_in_form(name: bytes, value: bytes) -> bool:
 
 def mentions_internal_fields(text: bytes) -> bool:
     """Return False if certainly no such field with a value is in (a part of) an answer."""
-    if text.rfind(PARAMS) >= 0 and PARAMS_VALUE.search(text) is not None:
-        return True
-    return _names_others(text)
+    return FIELD_WITH_VALUE.search(text) is not None
 
 
 def may_have_fields(text: bytes) -> bool:
     """Return False if certainly no such field is in the text, not even with the value null."""
-    return text.rfind(PARAMS) >= 0 or _names_others(text)
-
-
-def _names_others(text: bytes) -> bool:
-    for name in OTHERS:  # noqa: SIM110 # any() takes twice as long
-        if text.rfind(name) >= 0:
-            return True
-    return False
+    return FIELD.search(text) is not None
 
 
 def take_internal_fields(content: object) -> Json:
