@@ -18,7 +18,7 @@ from router.openai.request_fields import MAX_COMPLETION_TOKENS, MAX_TOKENS, MIN_
 Body = Mapping[str, object]
 # Fields for which the second engine would need more than the token ids. Engines reject a hand-over
 # with any of these.
-UNSUPPORTED_FIELDS = (
+UNSUPPORTED_FIELDS = frozenset((
     "echo",
     "suffix",
     "prompt_embeds",
@@ -27,7 +27,7 @@ UNSUPPORTED_FIELDS = (
     "logprob_token_ids",
     "thinking_token_budget",
     "token_ids",  # of /inference/v1/generate
-)
+))  # fmt: skip
 
 
 def renders_alike(engine: Engine, renders: Mapping[str, str]) -> bool:
@@ -45,7 +45,7 @@ def render_differences(one: Engine, other: Engine) -> str:
 
 def can_hand_over(body: Body) -> bool:
     """Return True if token ids are all that another engine needs to continue this request."""
-    if any(body.get(name) for name in UNSUPPORTED_FIELDS):
+    if not UNSUPPORTED_FIELDS.isdisjoint(body) and any(map(body.get, UNSUPPORTED_FIELDS)):
         return False
     if body.get("n") not in (None, 1):
         return False
@@ -70,7 +70,7 @@ def wants_logprobs(wanted: object) -> bool:
 
 def _has_only_text(message: object) -> bool:
     """Return True if a chat message contains no images or other media."""
-    content = message.get("content") if isinstance(message, Mapping) else None
+    content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list):
         return True
-    return all(isinstance(part, Mapping) and part.get("type") == "text" for part in content)
+    return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
