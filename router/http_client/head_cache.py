@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 Header = tuple[bytes, bytes]
 Headers = Sequence[Header]
@@ -18,6 +18,33 @@ NO_HEAD = b"\0"  # equals no slice of the length 0
 # The sizes of a body with its length digits from which on there are two, three, ... digits.
 DIGIT_STEPS = tuple(10 ** (digits - 1) + digits for digits in range(2, 16))
 T = TypeVar("T")
+Made = TypeVar("Made")
+Option = TypeVar("Option")
+
+
+class RepeatedHeaders(list[Header]):
+    """The headers of all messages that repeat a head, and in `made` what was made of them: both are
+    kept as long as the connection."""
+
+    def __init__(self, headers: Headers) -> None:
+        super().__init__(headers)
+        self.made: dict[object, Any] = {}
+
+
+def once_per_head(
+    make: Callable[[Headers, Option], Made],
+) -> Callable[[Headers, Option], Made]:
+    """Decorate a function so that what it makes of repeated headers is made once."""
+
+    def made(headers: Headers, option: Option) -> Made:
+        if type(headers) is not RepeatedHeaders:
+            return make(headers, option)
+        found: Made | None = headers.made.get((make, option))
+        if found is None:
+            found = headers.made[make, option] = make(headers, option)
+        return found
+
+    return made
 
 
 class HeadCache(Generic[T]):
@@ -67,7 +94,7 @@ class HeadCache(Generic[T]):
 
     def store(self, data: bytes, line: T, headers: Headers, size: int) -> None:
         """Cache the head of `data`, which the parser took for one message with a body of `size`
-        bytes. The headers must not be modified afterwards."""
+        bytes."""
         if self._misses >= MAX_MISSES:
             return
         self._misses += 1
@@ -76,6 +103,6 @@ class HeadCache(Generic[T]):
         if found is None or data.find(b"\n\n", 0, end) >= 0:
             return
         if int(found[1]) == size == len(data) - end:
-            self._line, self._headers = line, headers
+            self._line, self._headers = line, RepeatedHeaders(headers)
             self._prefix, self._suffix = data[: found.start(1)], data[found.end(1) : end]
             self._size = -1

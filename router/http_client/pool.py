@@ -466,8 +466,7 @@ class EngineConnection(asyncio.Protocol):
         answer.status, answer.headers = status, headers
         if length is not None:
             answer.length = int(length)
-            # A tuple, which others may use as a key.
-            answer.headers = tuple([header for header in headers if header[0] != LENGTH])
+            answer.headers = [header for header in headers if header[0] != LENGTH]
         content_type = by_name.get(b"content-type", b"")
         answer.is_event_stream = content_type.lower().startswith(b"text/event-stream")
         if status >= 500:

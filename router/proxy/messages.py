@@ -19,13 +19,13 @@ import re
 from collections.abc import Container, Mapping, Sequence
 from enum import Enum, auto
 from itertools import count
-from operator import itemgetter
 from random import getrandbits
 
 import orjson
 
 from router.auth.api_keys import CREDENTIALS
 from router.common.exact_json import dumps
+from router.http_client.head_cache import once_per_head
 from router.openai.errors import BadRequestError
 from router.openai.request_fields import MAX_COMPLETION_TOKENS, MIN_TOKENS
 from router.proxy.exchange import Header
@@ -329,7 +329,6 @@ STREAM_HEADERS: tuple[Header, ...] = (
 )
 EVENT_STREAM_TYPE = b"text/event-stream"
 MAX_RETRY_AFTER_S = 3600
-HEADER_NAME = itemgetter(0)
 NOT_TO_ENGINE = (HOP_BY_HOP | BODY_HEADERS) | {
     REQUEST_ID,
     CONVERSATION_ID,
@@ -360,23 +359,28 @@ NOT_TO_CLIENT = (
 NOT_OF_OWN_BODY = NOT_TO_CLIENT | BODY_HEADERS
 
 
-def _is_in(names: Container[bytes], name: bytes) -> bool:
-    """Servers may read an underscore as a hyphen."""
-    return name in names or (b"_" in name and name.replace(b"_", b"-") in names)
+@once_per_head
+def _passing(headers: Sequence[Header], dropped: Container[bytes]) -> Sequence[Header]:
+    """Return the headers that pass on: without those `dropped`, and without Connection and those
+    that it names. Servers may read an underscore as a hyphen."""
+    kept = [header for header in headers if header[0].replace(b"_", b"-") not in dropped]
+    if ROUTING_HEADER_PREFIX in dropped:
+        kept = [header for header in kept if not header[0].startswith(ROUTING_HEADER_PREFIX)]
+    options = [value for name, value in headers if name == b"connection"]
+    if options:
+        named = {option.strip() for option in b",".join(options).lower().split(b",")}
+        kept = [header for header in kept if header[0] not in named | {b"connection"}]
+    return kept
+
+
+@once_per_head
+def _passing_lines(headers: Sequence[Header], dropped: Container[bytes]) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in _passing(headers, dropped)])
 
 
 def header_lines(headers: Sequence[Header], dropped: Container[bytes] = NOT_TO_ENGINE) -> bytes:
     """Return the lines of the client's headers that both legs share, without those `dropped`."""
-    names = dict(headers)
-    if b"connection" in names:
-        headers = _without_connection_headers(headers)
-    lines = [b": ".join(header) for header in headers if not _is_in(dropped, header[0])]
-    lines.append(b"")
-    joined = b"\r\n".join(lines)
-    if joined.find(ROUTING_HEADER_PREFIX) >= 0 and ROUTING_HEADER_PREFIX in dropped:
-        lines = [line for line in lines if not line.startswith(ROUTING_HEADER_PREFIX)]
-        joined = b"\r\n".join(lines)
-    return joined
+    return _passing_lines(headers, dropped)
 
 
 def to_client(
@@ -386,16 +390,10 @@ def to_client(
 
     `is_as_sent`: the client gets the engine's very body, so headers about its bytes are right.
     """
-    dropped = NOT_TO_CLIENT if is_as_sent else NOT_OF_OWN_BODY
-    kept = [header for header in headers if not _is_in(dropped, header[0])]
-    if any(name.startswith(ROUTING_HEADER_PREFIX) for name, _ in kept):
-        kept = [one for one in kept if not one[0].startswith(ROUTING_HEADER_PREFIX)]
+    kept = _passing(headers, NOT_TO_CLIENT if is_as_sent else NOT_OF_OWN_BODY)
     if is_stream:
         kept = as_stream(kept)
-    if b"connection" in map(HEADER_NAME, kept):
-        kept = [*_without_connection_headers(kept)]
-    kept.append((REQUEST_ID, request_id.encode("ascii")))
-    return kept
+    return [*kept, (REQUEST_ID, request_id.encode("ascii"))]
 
 
 def as_stream(headers: Sequence[Header]) -> list[Header]:
@@ -411,14 +409,6 @@ def retry_after(headers: Sequence[Header]) -> int | None:
     if given is None:
         return None
     return min(int(given), MAX_RETRY_AFTER_S) if DIGITS.fullmatch(given) else 1
-
-
-def _without_connection_headers(headers: Sequence[Header]) -> tuple[Header, ...]:
-    """Return the headers without Connection and those that Connection names."""
-    values = [value for name, value in headers if name == b"connection"]
-    dropped = {token.strip() for token in b",".join(values).lower().split(b",")}
-    dropped.add(b"connection")
-    return tuple([header for header in headers if header[0] not in dropped])
 
 
 def new_leg_id(request_id: str) -> str:

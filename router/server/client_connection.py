@@ -271,7 +271,7 @@ class RouterProtocol(asyncio.Protocol):
         """Replace the body of a request by the decompressed one, which counts as held instead.
         Raises RequestError."""
         coding = coding_of(writer.headers)
-        writer.headers = tuple([one for one in writer.headers if one[0] != CONTENT_ENCODING])
+        writer.headers = [one for one in writer.headers if one[0] != CONTENT_ENCODING]
         if coding is None:
             return
         compressed, held = writer.body, self.gateway.memory.bodies

@@ -233,8 +233,7 @@ class RequestReader:
         pieces, current.pieces = current.pieces, []
         current.body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         if current.endpoint is not None:
-            headers = [header for header in current.headers if header[0] != b"content-length"]
-            current.headers = tuple(headers)
+            current.headers = [one for one in current.headers if one[0] != b"content-length"]
         if not current.keep_alive:
             self.is_closed = True  # the client has announced that this request is its last
 

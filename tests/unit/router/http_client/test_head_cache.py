@@ -139,7 +139,7 @@ async def test_answers_are_parsed_alike_with_and_without_the_cache(
     engine.scripts = [script] * len(bodies)
     for body in bodies:
         answer = await ask(pool)
-        assert answer.headers == ((b"date", b"now"),)
+        assert answer.headers == [(b"date", b"now")]
         assert (answer.status, answer.length) == (200, len(body))
         assert await answer.read(len(body)) == body
         answer.close()
