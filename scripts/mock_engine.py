@@ -448,8 +448,8 @@ class PacedEngine:
 
     def __post_init__(self) -> None:
         self.identity = RESUMABLE if self.is_resumable else {}
-        params = None if self.is_decoder else PARAMS
-        self.unary = whole({**_answer("x"), "kv_transfer_params": params})
+        self.unary = whole({**_answer("x"), "kv_transfer_params": PARAMS})
+        self.without_kv = whole({**_answer("x"), "kv_transfer_params": None})
         self.last = chunk(DONE) + LAST_CHUNK
         self._bursts: dict[tuple[int, bool], list[bytes]] = {}
 
@@ -521,10 +521,11 @@ class PacedConnection(EngineConnection):
 
     def _answer_alike(self, body: bytes) -> None:
         wanted = orjson.loads(body) if self._engine.is_decoder else {}
-        if not wanted.get("stream"):
-            self.transport.write(self._engine.unary)
-            return
         params = wanted.get("kv_transfer_params") or {}
+        if not wanted.get("stream"):
+            leaves_kv = not self._engine.is_decoder or params.get("retain")
+            self.transport.write(self._engine.unary if leaves_kv else self._engine.without_kv)
+            return
         has_tokens = self._engine.is_resumable and bool(params.get("tell_token_ids"))
         has_tokens = has_tokens or wanted.get("return_token_ids") is True
         chunks = self._engine.chunks(int(wanted["max_tokens"]), has_tokens)
