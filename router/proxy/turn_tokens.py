@@ -35,7 +35,7 @@ from router.proxy.answer_check import PrefillAnswer
 from router.proxy.request import Body, Request
 from router.proxy.run import Run
 from router.proxy.side_requests import send_side_request
-from router.proxy.token_ids import prompt_ids_in
+from router.proxy.token_ids import MARK, prompt_ids_in
 
 TOKENIZE = "/tokenize"
 TOKENS = "tokens"
@@ -121,9 +121,9 @@ def check_prompt_ids(run: Run, prefiller: Engine, prefilled: PrefillAnswer) -> b
     """
     if not run.bodies.asks_prefiller_for_ids:
         return True
-    content = parse_object(prefilled.raw)
+    content = parse_object(prefilled.raw) if prefilled.raw.find(MARK) >= 0 else None
     run.prefilled_ids = ids = None if content is None else prompt_ids_in(content)
-    proofs, shape = run.gateway.token_proofs, _shape_of(run.request.body)
+    proofs, body = run.gateway.token_proofs, run.request.body
     if run.prompt_ids is not None and run.offer.params is not None:
         if ids == run.prompt_ids:
             return True
@@ -132,10 +132,12 @@ def check_prompt_ids(run: Run, prefiller: Engine, prefilled: PrefillAnswer) -> b
             "kind reuse no KV",
             prefiller.name,
         )
-        proofs.add(prefiller.group, shape, TokenProof(prefiller, prefiller.capabilities))
+        unequal = TokenProof(prefiller, prefiller.capabilities)
+        proofs.add(prefiller.group, _shape_of(body), unequal)
         return False
     if ids is None or run.resume.continued is not None:
         return True
+    shape = _shape_of(body)
     if proofs.find(prefiller.group, shape) is not None:
         return True
     proof = TokenProof(prefiller, prefiller.capabilities)
