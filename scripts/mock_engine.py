@@ -448,8 +448,8 @@ class PacedEngine:
 
     def __post_init__(self) -> None:
         self.identity = RESUMABLE if self.is_resumable else {}
-        self.unary = whole({**_answer("x"), "kv_transfer_params": PARAMS})
-        self.without_kv = whole({**_answer("x"), "kv_transfer_params": None})
+        both = ({**_answer("x"), "kv_transfer_params": params} for params in (PARAMS, None))
+        self.unary, self.without_kv = map(whole, both)
         self.last = chunk(DONE) + LAST_CHUNK
         self._bursts: dict[tuple[int, bool], list[bytes]] = {}
 
@@ -523,16 +523,14 @@ class PacedConnection(EngineConnection):
         wanted = orjson.loads(body) if self._engine.is_decoder else {}
         params = wanted.get("kv_transfer_params") or {}
         if not wanted.get("stream"):
-            leaves_kv = not self._engine.is_decoder or params.get("retain")
-            self.transport.write(self._engine.unary if leaves_kv else self._engine.without_kv)
-            return
+            kept = not wanted or params.get("retain")
+            return self.transport.write(self._engine.unary if kept else self._engine.without_kv)
         has_tokens = self._engine.is_resumable and bool(params.get("tell_token_ids"))
         has_tokens = has_tokens or wanted.get("return_token_ids") is True
         chunks = self._engine.chunks(int(wanted["max_tokens"]), has_tokens)
         if not wanted.get("seed"):
-            self.transport.write(STREAM_HEAD + b"".join(chunks) + self._engine.last)
-        else:
-            self.spawn(self._pace(chunks, wanted["seed"] / 1e6))
+            return self.transport.write(STREAM_HEAD + b"".join(chunks) + self._engine.last)
+        self.spawn(self._pace(chunks, wanted["seed"] / 1e6))
 
     async def _pace(self, chunks: list[bytes], interval: float) -> None:
         self.transport.write(STREAM_HEAD + chunks[0])

@@ -20,20 +20,18 @@ DIGIT_STEPS = tuple(10 ** (digits - 1) + digits for digits in range(2, 16))
 T = TypeVar("T")
 Made = TypeVar("Made")
 Option = TypeVar("Option")
+Make = Callable[[Headers, Option], Made]
 
 
 class RepeatedHeaders(list[Header]):
-    """The headers of all messages that repeat a head, and in `made` what was made of them: both are
-    kept as long as the connection."""
+    """The headers of messages that repeat a head, and what was `made` of them for the first."""
 
     def __init__(self, headers: Headers) -> None:
         super().__init__(headers)
         self.made: dict[object, Any] = {}
 
 
-def once_per_head(
-    make: Callable[[Headers, Option], Made],
-) -> Callable[[Headers, Option], Made]:
+def once_per_head(make: Make[Option, Made]) -> Make[Option, Made]:
     """Decorate a function so that what it makes of repeated headers is made once."""
 
     def made(headers: Headers, option: Option) -> Made:
@@ -93,8 +91,7 @@ class HeadCache(Generic[T]):
         self._end = len(self._head)
 
     def store(self, data: bytes, line: T, headers: Headers, size: int) -> None:
-        """Cache the head of `data`, which the parser took for one message with a body of `size`
-        bytes."""
+        """Cache the head of `data`, for the parser one message with a body of `size` bytes."""
         if self._misses >= MAX_MISSES:
             return
         self._misses += 1

@@ -151,9 +151,7 @@ def choose_canary(run: Run) -> Canary | None:
     )
     temperature = number(body.get("temperature"))
     is_greedy = body.get("top_k") == 1 or (
-        temperature is not None
-        and isinstance(temperature, int | float)
-        and temperature < GREEDY_TEMPERATURE
+        isinstance(temperature, (int, float)) and temperature < GREEDY_TEMPERATURE
     )
     if not (is_sampled or (is_greedy and request.tokens <= MAX_TOKENS_WITH_IDS)):
         return None

@@ -132,8 +132,8 @@ def check_prompt_ids(run: Run, prefiller: Engine, prefilled: PrefillAnswer) -> b
             "kind reuse no KV",
             prefiller.name,
         )
-        unequal = TokenProof(prefiller, prefiller.capabilities)
-        proofs.add(prefiller.group, _shape_of(body), unequal)
+        proof = TokenProof(prefiller, prefiller.capabilities)
+        proofs.add(prefiller.group, _shape_of(body), proof)
         return False
     if ids is None or run.resume.continued is not None:
         return True

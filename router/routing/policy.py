@@ -180,8 +180,7 @@ def queued_tokens(engine: Candidate) -> int:
 
 
 def prefill_load(engine: Candidate) -> float:
-    """Return the queued tokens, plus a fraction by which the legs decide between equal ones: each
-    choice among many engines sorts 64 of these, and one number sorts faster than a pair."""
+    """Return the queued tokens and, as a fraction, the legs: one number sorts faster than two."""
     # As in `queued_tokens`, which would be a second call for each engine.
     queued = engine.total_local_prefill[1] if engine.role == BOTH else engine.total_tokens
     return queued + engine.total_legs * 2.0**-20
