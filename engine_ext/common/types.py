@@ -324,6 +324,8 @@ class CacheGeometry:
     value of `chunked`."""
     group_block_sizes: tuple[int, ...] = ()
     """Per KV-cache group: the tokens of a block. Empty: `block_size` in all of them."""
+    uncached_groups: frozenset[int] = frozenset()
+    """Groups whose window the host's prefix cache does not keep: a load fills all their blocks."""
     group_kernel_sizes: tuple[int, ...] = ()
     """Per KV-cache group: the tokens of a kernel's block. A block is several of these, one behind
     the other, each laid out as `kv_cache_layout` says. Empty: a block is a kernel's block."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from engine_ext.common.types import STATE, BlockIds, Region, first_seen
+from engine_ext.common.types import STATE, BlockIds, CacheGeometry, Region, first_seen
 from engine_ext.layout.ranks import TensorRank
 
 Indices = npt.NDArray[np.int32]
@@ -48,7 +48,7 @@ class BlockRange(NamedTuple):
 class TokenRange(NamedTuple):
     """A part of a WRITE: the tokens [since, until), or all tokens from `since` on. A group with a
     window frees blocks while the prompt is computed, so all its blocks are written with the last
-    part."""
+    part. Its list has holes where nothing is filled, so all of it counts."""
 
     since: int = 0
     until: int | None = None
@@ -56,7 +56,7 @@ class TokenRange(NamedTuple):
     def between(self, first_token: int, last_token: int, window: int | None) -> tuple[int, int]:
         """Return the common range with these tokens; (0, 0) if there is none."""
         if window is not None:
-            return (first_token, last_token) if self.until is None else (0, 0)
+            return (0, last_token if self.until is None else 0)
         first = max(first_token, self.since)
         last = last_token if self.until is None else min(last_token, self.until)
         return (first, last) if first < last else (0, 0)
@@ -363,6 +363,18 @@ def without_holes(block_ids: BlockIds, windows: Sequence[int | None]) -> BlockId
         ids if window is None else tuple(dropwhile(lambda block: block == NULL_BLOCK, ids))
         for ids, window in zip_longest(block_ids, windows[: len(block_ids)])
     )
+
+
+def to_fill(block_ids: BlockIds, geometry: CacheGeometry, first_token: int) -> BlockIds:
+    """Return a request's blocks as a load from `first_token` on fills them. Of a window, the blocks
+    before this token are the prefix cache's, which other requests may use: they become holes, but
+    where the cache keeps no window."""
+    found = []
+    for group, ids in enumerate(block_ids):
+        is_cached = geometry.group_windows[group] and group not in geometry.uncached_groups
+        cached = first_token // geometry.block_sizes[group] if is_cached else 0
+        found.append((NULL_BLOCK,) * cached + ids[cached:])
+    return tuple(found)
 
 
 def strided_descriptors(regions: Sequence[Region]) -> Rows:

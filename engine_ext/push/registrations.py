@@ -522,13 +522,14 @@ class Registrations:
         )
 
     def _awaited(self, registration: PushRegistration) -> BlockIds:
-        """Return the blocks of the tokens to be written. A state has one block in any case."""
+        """Return the blocks of the tokens to be written. A state has one block in any case, and of
+        a window all that are no holes are written."""
         geometry = self._context.geometry
         first, last = registration.first_token, registration.last_token
         windows = geometry.group_windows
         groups = zip(registration.local_block_ids, windows, geometry.block_sizes, strict=True)
         awaited = tuple(
-            ids if window == STATE else ids[first // size : -(-last // size)]
+            ids if window == STATE else ids[0 if window else first // size : -(-last // size)]
             for ids, window, size in groups
         )
         return without_holes(awaited, windows)

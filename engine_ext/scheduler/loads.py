@@ -44,6 +44,7 @@ from engine_ext.common.request_names import base_id
 from engine_ext.common.states import after
 from engine_ext.common.types import (
     BlockIds,
+    CacheGeometry,
     Clock,
     EngineRequest,
     LoadProblem,
@@ -51,6 +52,7 @@ from engine_ext.common.types import (
     PushTarget,
     RemoteSource,
 )
+from engine_ext.layout.plan import to_fill
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.orders import Orders
 from engine_ext.scheduler.params import TransferRole
@@ -151,7 +153,7 @@ class Loads:
     def __init__(
         self,
         orders: Orders,
-        block_size: int,
+        geometry: CacheGeometry,
         config: ConnectorConfig,
         early: EarlyBlockLimit | None = None,
         clock: Clock = time.monotonic,
@@ -159,8 +161,8 @@ class Loads:
         self._orders = orders
         self._clock = clock
         self._longest_inquiry = config.push_deadline + LATE_SECONDS
-        self._block_size = block_size
-        self._early = early or EarlyBlockLimit(block_size)
+        self._geometry = geometry
+        self._early = early or EarlyBlockLimit(geometry.block_size)
         self._recompute_threshold = config.recompute_threshold
         self._policy = config.load_failure_policy
         self._prefill_timeout = config.prefill_load_timeout
@@ -324,8 +326,8 @@ class Loads:
             return
         load.on(LoadEvent.LOAD)
         first_token = load.num_tokens - num_tokens
-        first_token -= first_token % self._block_size
-        self._order(request, load, block_ids, first_token)
+        first_token -= first_token % self._geometry.block_size
+        self._order(request, load, to_fill(block_ids, self._geometry, first_token), first_token)
 
     def fail(self, request_id: str) -> None:
         """Handle an exception of `allocated`, after which the host waits for a load: report it as

@@ -82,7 +82,7 @@ class SchedulerConnector:
             geometry.max_model_len,
             host_takes_back,
         )
-        self.loads = Loads(self._orders, geometry.block_size, config, early, clock)
+        self.loads = Loads(self._orders, geometry, config, early, clock)
         """For a host whose scheduler takes back requests whose blocks were given back, too."""
         self._supply = HostBlockSupply(clock)
         answers = AnswerParams(identity, geometry, config.transfer_mode, unix_time)

@@ -1,7 +1,7 @@
 """vLLM's configuration and memory as the records of the engine half."""
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from math import lcm
 from typing import Any
@@ -57,6 +57,8 @@ STATELESS = frozenset(("ngram", "suffix"))
 
 STATES = (MambaSpec, CircularBufferSpec)
 """Layers that keep one block of a request: a state, or a ring of tokens to be compressed."""
+RINGS = frozenset(("deepseek_v41", "step5"))
+"""Models with such rings and no other state. Nothing else tells before there is a cache."""
 LATENT = (MLAAttentionSpec, SlidingWindowMLASpec)
 ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, *LATENT)
 """Layers whose blocks are those of the tokens, or of the last ones."""
@@ -103,49 +105,32 @@ WAYS_OUT = "Start without it, or with NixlConnector: the same router works with 
 
 def refuse_unsupported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
     """Raises ValueError naming what the connector cannot move."""
-    parallel = vllm_config.parallel_config
-    states = [spec for spec in _layer_specs(kv_cache_config) if isinstance(spec, MambaSpec)]
+    parallel, cache = vllm_config.parallel_config, kv_cache_config
+    kinds = unknown_cache_kinds(vllm_config, cache)
+    states = (spec for spec in _layer_specs(cache) if isinstance(spec, MambaSpec))
+    # We know a state for each request, and an earlier one before it where prefixes are cached.
+    modes = {spec.mamba_cache_mode for spec in states} - {"none", "align"}
+    is_in_part = len(cache.transfer_group_ids) < len(cache.kv_cache_groups)
     problems = {
         "decode context parallelism": parallel.decode_context_parallel_size > 1,
         "prefill context parallelism": parallel.prefill_context_parallel_size > 1,
-        **{
-            f"KV cache of {kind}": True
-            for kind in sorted(unknown_cache_kinds(vllm_config, kv_cache_config))
-        },
+        **{f"KV cache of {kind}": True for kind in sorted(kinds)},
         "sleep mode (the KV cache gets other memory)": vllm_config.model_config.enable_sleep_mode,
-        "KV-cache groups that are not transferred": _has_untransferred_groups(kv_cache_config),
-        **{f"states kept in mode {mode}": True for mode in _unknown_state_modes(states)},
+        "KV-cache groups that are not transferred": is_in_part,
+        **{f"states kept in mode {mode}": True for mode in modes},
     }
     found = [name for name, present in problems.items() if present]
     if found:
         raise ValueError(f"DisaggConnector does not support {', '.join(found)} yet. {WAYS_OUT}")
 
 
-def _unknown_state_modes(states: Sequence[MambaSpec]) -> set[str]:
-    """Return the modes that we cannot move. We know a state for each request, and an earlier one
-    before it where prefixes are cached."""
-    return {spec.mamba_cache_mode for spec in states} - {"none", "align"}
-
-
 def unknown_cache_kinds(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> set[str]:
-    """Return the kinds of attention whose blocks are not simply those of the tokens, or of the last
-    ones. In a group of unlike layers, workers see each layer's kind."""
-    model = vllm_config.model_config
-    return {
-        type(layer).__name__
-        for layer in _layer_specs(kv_cache_config)
-        if not _is_known_kind(layer, model)
-    }
-
-
-def _is_known_kind(spec: KVCacheSpec, model: ModelConfig) -> bool:
-    """Return True if we can move its blocks. Prompts of models with a state end a token early,
-    which must be known before there is a cache: so rings are moved only beside Mamba's states."""
-    if isinstance(spec, STATES):
-        return _has_state(model)
-    # Some windows are computed again behind what is loaded, unless a connector says otherwise.
-    is_replayed = isinstance(spec, SlidingWindowMLASpec) and spec.bounded_replay
-    return type(spec) in ATTENTION and not is_replayed
+    """Return the kinds of layers whose blocks we cannot move. In a group of unlike layers, workers
+    see each layer's kind. Prompts of models with a state end a token early, which must be known
+    before there is a cache."""
+    known = (*ATTENTION, *(STATES if _has_state(vllm_config.model_config) else ()))
+    layers = set(map(type, _layer_specs(kv_cache_config)))
+    return {kind.__name__ for kind in layers.difference(known)}
 
 
 def _has_indexer(model: ModelConfig) -> bool:
@@ -184,10 +169,6 @@ def _block_sizes(block_size: int, kv_cache_config: KVCacheConfig) -> tuple[int, 
     return tuple(sizes) if {*sizes} - {block_size} else ()
 
 
-def _has_untransferred_groups(kv_cache_config: KVCacheConfig) -> bool:
-    return len(kv_cache_config.transfer_group_ids) < len(kv_cache_config.kv_cache_groups)
-
-
 def windows(kv_cache_config: KVCacheConfig) -> tuple[int | None, ...]:
     """Return each group's window; see `CacheGeometry.group_windows`."""
     return tuple(map(_window, _first_layers(kv_cache_config)))
@@ -203,6 +184,13 @@ def _window(spec: KVCacheSpec) -> int | None:
     # Where layers that guess look ahead, vLLM keeps as many tokens more.
     more = spec.extra_retained_tokens if support.is_on(LOOKAHEAD) else 0
     return int(spec.sliding_window + more)
+
+
+def uncached_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
+    """Return the groups of which vLLM's prefix cache keeps nothing: behind what it has, it computes
+    their last window again (bounded replay), unless a load brings it."""
+    layers = enumerate(_first_layers(kv_cache_config))
+    return frozenset(group for group, layer in layers if not layer.prefix_cacheable)
 
 
 def guess_blocks(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
@@ -222,10 +210,11 @@ def supports_divergent_hits(kv_cache_config: KVCacheConfig) -> bool:
 
 
 def _has_state(model: ModelConfig) -> bool:
-    """Return True if some layers keep a state instead of tokens. This is known before there is a
-    cache."""
+    """Return True if some layers keep a state instead of tokens, or beside them. This is known
+    before there is a cache."""
+    has_rings = model.hf_text_config.model_type in RINGS
     is_known = support.is_on(STATE_LAYERS)
-    return is_known and bool(model.is_hybrid or model.is_attention_free)
+    return is_known and bool(model.is_hybrid or model.is_attention_free or has_rings)
 
 
 def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheGeometry:
@@ -237,6 +226,7 @@ def scheduler_geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) 
         kv_cache_config.num_blocks,
         group_windows=windows(kv_cache_config),
         group_block_sizes=sizes,
+        uncached_groups=uncached_groups(kv_cache_config),
         may_load=may_load(vllm_config),
         max_model_len=vllm_config.model_config.max_model_len,
         lookahead=_lookahead(vllm_config),

@@ -207,10 +207,11 @@ class Checksums:
             yield ours[0], 0
             return
         skipped, size = 0, self._block_sizes[group]
+        first = order.first_token if window is None else 0
         if window is not None:
             held = order.last_token if source.num_tokens is None else source.num_tokens
             skipped = max(0, -(-held // size) - len(theirs))
-        for position in range(order.first_token // size, -(-order.last_token // size)):
+        for position in range(first // size, -(-order.last_token // size)):
             place = position - skipped
             is_hole = window is not None and (
                 place < 0 or NULL_BLOCK in (ours[position], theirs[place])

@@ -78,11 +78,10 @@ CACHE = Feature(
             moved passes for one that can
         {CACHES}:KVCacheConfig has kv_cache_groups num_blocks transfer_group_ids
         {CACHES}:KVCacheGroupSpec has kv_cache_spec layer_names
-        {CACHES}:KVCacheSpec has block_size
+        {CACHES}:KVCacheSpec has block_size prefix_cacheable
         {CACHES}:AttentionSpec has num_kv_heads num_head_slots state_content_size_bytes
             tokens_per_state
         {CACHES}:SlidingWindowSpec has sliding_window
-        {CACHES}:SlidingWindowMLASpec has bounded_replay
         {CACHES}:ChunkedLocalAttentionSpec has attention_chunk_size
         {CACHES}:UniformTypeKVCacheSpecs has kv_cache_specs
         - what two engines compare before KV moves, and what is refused at start. Engines with

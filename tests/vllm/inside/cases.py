@@ -40,7 +40,7 @@ from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from engine_ext.common.orders import Decline, PullOrder
 from engine_ext.common.support import refuse_unsupported_memory
-from engine_ext.common.types import STATE, CacheGeometry, FinishDecision, LoadProblem, Region
+from engine_ext.common.types import CacheGeometry, FinishDecision, LoadProblem, Region
 from engine_ext.vllm import describe, plugin
 from engine_ext.vllm.compat import support
 from engine_ext.vllm.connector import DisaggConnector
@@ -59,7 +59,7 @@ from tests.vllm.inside import (
     step_budget_cases,
     weight_cases,
 )
-from tests.vllm.inside.in_process import Engine, refusal
+from tests.vllm.inside.in_process import FULL, Engine, refusal
 from tests.vllm.inside.planted import IDLE, Broken, Fault, faults, public
 
 THRESHOLD = {"global_cache_hit_threshold": 0.5}
@@ -443,37 +443,49 @@ def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
     is_documented(refusal(worker.unregister_kv_caches))
 
 
-def a_ring_needs_a_state_beside_it(model: Path) -> None:
-    """Else nothing says before there is a cache that an engine's prompts end a token early."""
-    sizes: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8}
-    ring = CircularBufferSpec(**sizes, dtype=torch.float32)
-    groups: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=ring)])
-    assert describe.windows(groups) == (STATE,)
-    for is_hybrid, refused in ((True, set()), (False, {"CircularBufferSpec"})):
-        keeps = SimpleNamespace(is_hybrid=is_hybrid, is_attention_free=False)
-        given: Any = SimpleNamespace(model_config=keeps)
-        assert describe.unknown_cache_kinds(given, groups) == refused
+SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
+RING = CircularBufferSpec(head_size=16, **SIZES)
+REPLAYED = SlidingWindowMLASpec(head_size=8, sliding_window=32, bounded_replay=True, **SIZES)
 
 
-def the_kinds_of_cache_that_are_refused_are_named(model: Path) -> None:
+def a_ring_is_refused_where_nothing_says_early_that_prompts_end_a_token_early(model: Path) -> None:
     """Also where vLLM has one group of layers that differ, as its workers see it."""
-    sizes: dict[str, Any] = {"block_size": 64, "num_kv_heads": 1, "dtype": torch.float32}
-    ring = CircularBufferSpec(head_size=512, **sizes)
-    window = SlidingWindowMLASpec(head_size=512, sliding_window=128, **sizes)
-    replayed = replace(window, bounded_replay=True)
-    latent = MLAAttentionSpec(head_size=576, **sizes)
-    both = UniformTypeKVCacheSpecs(64, kv_cache_specs={"attn": latent, "ring": ring})
-    for specs, refused in (
-        ((ring, replayed), 2),
-        ((both,), 1),
-        ((window, replace(latent, tokens_per_state=4)), 0),
-    ):
-        config = Engine(model).scheduler.vllm_config
-        groups = [KVCacheGroupSpec([str(number)], spec) for number, spec in enumerate(specs)]
-        cache = KVCacheConfig(8, [], groups)
-        assert len(describe.unknown_cache_kinds(config, cache)) == refused
-        if refused > 1:
-            is_documented(refusal(partial(describe.refuse_unsupported, config, cache)))
+    latent = MLAAttentionSpec(head_size=8, tokens_per_state=4, **SIZES)
+    both = UniformTypeKVCacheSpecs(16, kv_cache_specs={"attn": latent, "ring": RING})
+    config = Engine(model).scheduler.vllm_config
+    for spec, is_ring in ((RING, True), (both, True), (REPLAYED, False), (latent, False)):
+        cache = KVCacheConfig(8, [], [KVCacheGroupSpec(["0"], spec)])
+        for model_type in ("", "step5"):
+            config.model_config.hf_text_config.model_type = model_type
+            refused = {"CircularBufferSpec"} if is_ring and not model_type else set()
+            assert describe.unknown_cache_kinds(config, cache) == refused
+            if refused:
+                is_documented(refusal(partial(describe.refuse_unsupported, config, cache)))
+
+
+def a_load_brings_the_ring_and_the_window_that_would_be_computed_again(model: Path) -> None:
+    """vLLM computes the last token alone, of a second prompt with a cached prefix too: its prefix
+    cache has nothing of the window, so the load fills all of that."""
+    like: dict[str, Any] = {"groups": (FULL, REPLAYED, RING), "model_type": "deepseek_v41"}
+    prefiller, decoder = Engine(model, **like), Engine(model, **like)
+    for name, first_token in (("first", 0), ("second", 96)):
+        prefiller.add(name, 109, {"do_remote_decode": True}, 1)
+        params = prefiller.run(name).params or {}
+        assert params["remote_num_tokens"] == 108
+        assert [len(ids) for ids in params["remote_block_ids"]] == [7, 3, 1]
+        request = decoder.add(name, 109, told(params, remote_engine_id="another"))
+        decoder.step()
+        (order,) = ordered(decoder.ranks[0].applied[-1], PullOrder)
+        assert (order.first_token, order.last_token) == (first_token, 108)
+        _, window, ring = order.local_block_ids
+        assert [block > 0 for block in window] == [False] * 4 + [True] * 3
+        assert len(ring) == 1
+        scheduled = decoder.scheduler.schedule()
+        assert (scheduled.num_scheduled_tokens, request.replay_start) == ({name: 1}, 0)
+        decoder.answer(scheduled)
+        decoder.run(name)
+    ends(decoder)
+    ends(prefiller)
 
 
 def the_state_before_guesses_is_what_moves(mode: str, model: Path) -> None:
@@ -540,7 +552,8 @@ def of_a_window_the_tokens_that_guesses_need_are_kept_too(model: Path) -> None:
 
 
 def stock_and_ours_do_not_meet_where_stock_leaves_out_a_prompts_end(model: Path) -> None:
-    plain = SimpleNamespace(is_hybrid=False, is_attention_free=False)
+    text = SimpleNamespace(model_type="")
+    plain = SimpleNamespace(is_hybrid=False, is_attention_free=False, hf_text_config=text)
     given: Any = SimpleNamespace(model_config=plain, num_prefill_lookahead_tokens=3)
     assert describe.stock_hash(given, "FLASH_ATTN", "pull") is None
     assert describe.stock_hash(Engine(model).scheduler.vllm_config, "FLASH_ATTN", "pull")
@@ -586,8 +599,8 @@ def cases() -> Iterator[tuple[str, Case]]:
         a_global_threshold_without_the_plugin_is_refused_at_start,
         what_cannot_be_is_refused_by_name,
         a_kv_cache_that_others_read_does_not_sleep,
-        a_ring_needs_a_state_beside_it,
-        the_kinds_of_cache_that_are_refused_are_named,
+        a_ring_is_refused_where_nothing_says_early_that_prompts_end_a_token_early,
+        a_load_brings_the_ring_and_the_window_that_would_be_computed_again,
         a_hit_that_windows_lag_behind_is_not_local,
         of_a_window_the_tokens_that_guesses_need_are_kept_too,
         stock_and_ours_do_not_meet_where_stock_leaves_out_a_prompts_end,

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,8 +31,9 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from engine_ext.common.types import STATE
 from engine_ext.layout.match import match_peer
-from engine_ext.layout.plan import ALONE, NULL_BLOCK, PlanError
+from engine_ext.layout.plan import ALONE, NULL_BLOCK, PlanError, to_fill
 from engine_ext.layout.ranks import TensorRank
+from engine_ext.vllm import describe
 from tests.vllm.inside.layouts import WRONG, Kind, Rank, config_of, copy, planned
 
 BYTES, HALF, FLOAT = torch.uint8, torch.bfloat16, torch.float32
@@ -54,6 +54,7 @@ class Family(NamedTuple):
     layout: str = "LBHNC"
     kernel: int = 0
     has_mtp: bool = False
+    model_type: str = ""
 
 
 def full(heads: int, size: int, block: int = 16, **fields: Any) -> Any:
@@ -152,12 +153,16 @@ def deepseek_v4(layer: int) -> Specs:
 
 
 def deepseek_v41(layer: int) -> Specs:
+    """A window that is computed again behind cached prefixes; in each second layer all latents, of
+    one or two tokens, of which a ring keeps the ones that are still alone."""
     fields = {**PACKED, "bounded_replay": True}
     caches = {"swa_cache": latent_window(32, 512, BYTES, 128, **fields)}
     if layer % 2:
-        caches["attn"] = latents(128, 512, BYTES, **PACKED, tokens_per_state=4)
-        caches["indexer.k_cache"] = index_keys(128, tokens_per_state=4, alignment=576)
-        caches["compressor.state_cache"] = ring(1, 1024, dtype=FLOAT)
+        ratio = 2 if layer % 4 == 1 else 1
+        caches["attn"] = latents(128, 512, BYTES, **PACKED, tokens_per_state=ratio)
+        caches["indexer.k_cache"] = index_keys(128, tokens_per_state=ratio, alignment=576)
+        if ratio > 1:
+            caches["compressor.state_cache"] = ring(1, 1024, dtype=FLOAT)
     return caches
 
 
@@ -248,10 +253,10 @@ FAMILIES: Mapping[str, Family] = {
     "dots3": Family(every(4, latents(), latent_window(64, 576, HALF, 512)), use_mla=True),
     "Inkling": Family(inkling, layout="BLHNC"),
     "DeepSeek-V4": Family(deepseek_v4, 9, layout="BLHNC", **DSA),
-    "DeepSeek-V4.1": Family(deepseek_v41, 8, layout="BLHNC", **DSA),
+    "DeepSeek-V4.1": Family(deepseek_v41, 8, layout="BLHNC", model_type="deepseek_v41", **DSA),
     "GLM-5.3-Flash": Family(glm5_next, 8, layout="BLHNC", is_sparse=True, **MLA_HYBRID),
     "Qwen4-exp": Family(qwen4, 8, layout="BLHNC", **HYBRID),
-    "Step5": Family(step5, 8, layout="BLHNC"),
+    "Step5": Family(step5, 8, layout="BLHNC", model_type="step5"),
 }
 
 
@@ -269,11 +274,15 @@ def engine_of(family: Family, rank: TensorRank = ALONE) -> Rank:
     config.max_in_flight_tokens = 2048
     model = config.model_config
     model.use_mla, model.is_hybrid, model.max_model_len = family.use_mla, family.has_states, 4096
-    model.hf_text_config = SimpleNamespace(**{"index_topk": 2048} if family.is_sparse else {})
+    model.hf_text_config.model_type = family.model_type
+    if family.is_sparse:
+        model.hf_text_config.index_topk = 2048
     groups, cache = planned(config, specs)
     kernels = [_kernel_size(family, group.kv_cache_spec) for group in groups]
     caches = allocate_kv_cache(cache, torch.device("cpu"), KVCacheLayout[family.layout], kernels)
-    return Rank.described(kind, config, cache, caches, rank)
+    found = Rank.described(kind, config, cache, caches, rank)
+    of_prefixes = describe.uncached_groups(cache)
+    return replace(found, geometry=replace(found.geometry, uncached_groups=of_prefixes))
 
 
 def _kernel_size(family: Family, spec: Any) -> int:
@@ -282,11 +291,14 @@ def _kernel_size(family: Family, spec: Any) -> int:
     return int(spec.block_size if isinstance(spec, MambaSpec) else family.kernel or spec.block_size)
 
 
-def is_moved(ours: Rank, theirs: Rank) -> bool:
-    """One engine reads a prompt from another one with the same caches and other block ids. Return
-    True if each page that vLLM's views show is the right one, and no other has changed."""
-    sizes, windows = ours.geometry.block_sizes, ours.geometry.group_windows
-    num_tokens = max(sizes)
+def is_moved(ours: Rank, theirs: Rank, is_cached: bool) -> bool:
+    """One engine reads a prompt from another one with the same caches and other block ids, all of
+    it or behind the first block, which its prefix cache has. Return True if each page that vLLM's
+    views show is the right one, and no other has changed."""
+    geometry = ours.geometry
+    sizes, windows = geometry.block_sizes, geometry.group_windows
+    num_tokens = 2 * geometry.block_size
+    first_token = geometry.block_size if is_cached else 0
     counts = [
         1 if window == STATE else _kept(num_tokens, size, window)
         for size, window in zip(sizes, windows, strict=True)
@@ -295,18 +307,21 @@ def is_moved(ours: Rank, theirs: Rank) -> bool:
     theirs.memory.random_()
     ours.memory.random_()
     given, before = ({name: view.clone() for name, view in pages(one)} for one in (theirs, ours))
-    layout = match_peer(ours.geometry, ours.regions, theirs.metadata, ours.rank, theirs.rank)
+    layout = match_peer(geometry, ours.regions, theirs.metadata, ours.rank, theirs.rank)
     holes = [
         num_tokens // size - count if window != STATE else 0
         for size, window, count in zip(sizes, windows, counts, strict=True)
     ]
     in_place = tuple((NULL_BLOCK,) * n + ids for n, ids in zip(holes, local, strict=True))
-    copy(layout, layout.to_read(in_place, remote, 0, num_tokens, num_tokens))
-    named = set(itertools.chain(*local))
-    others = [block for block in range(NUM_BLOCKS) if block not in named]
+    filled = to_fill(in_place, geometry, first_token)
+    copy(layout, layout.to_read(filled, remote, first_token, num_tokens, num_tokens))
     for name, view in pages(ours):
         group = ours.groups[name]
-        here, there = list(local[group]), list(remote[group])
+        is_whole = windows[group] == STATE or group in geometry.uncached_groups
+        skipped = 0 if is_whole else max(0, first_token // sizes[group] - holes[group])
+        here, there = list(local[group][skipped:]), list(remote[group][skipped:])
+        named = {*itertools.chain(*(ids for at, ids in enumerate(local) if at != group)), *here}
+        others = [block for block in range(NUM_BLOCKS) if block not in named]
         if not torch.equal(view[here], given[name][there]):
             return False
         if not torch.equal(view[others], before[name][others]):
@@ -338,7 +353,9 @@ def verdict(family: Family) -> str:
         ours, theirs = engine_of(family), [engine_of(family)]
         if ours.geometry.num_kv_heads == 1:  # every rank has the same, and the first is read
             theirs.append(engine_of(family, TensorRank(0, 2)))
-        return "" if all(is_moved(ours, one) for one in theirs) else WRONG
+        # What a prefix cache has matters to windows.
+        reads = itertools.product(theirs, {False, any(ours.geometry.group_windows)})
+        return "" if all(is_moved(ours, *one) for one in reads) else WRONG
     except (ValueError, PlanError) as error:
         return str(error)
 

@@ -4,7 +4,7 @@ The workers are our connector's worker halves without their owner threads: what 
 with the orders is done by `Rank`, at once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -36,6 +41,7 @@ BLOCK = 16
 NUM_BLOCKS = 64
 MAX_STEPS = 50
 LAYER = "model.layers.0.self_attn.attn"
+FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
 
 
 def configuration(
@@ -141,6 +147,9 @@ class Engine:
     """The first one for a method is raised, once."""
     extra: dict[str, Any] = field(default_factory=dict)
     connector: str = "DisaggConnector"
+    groups: Sequence[KVCacheSpec] = (FULL,)
+    model_type: str | None = None
+    """Taken for the model's."""
     fired: list[Fault] = field(default_factory=list)
     ended: dict[str, Ended] = field(default_factory=dict)
 
@@ -148,10 +157,11 @@ class Engine:
         config = configuration(
             self.model, self.policy, self.scheduler_cls, self.extra, self.connector
         )
+        config.model_config.hf_text_config.model_type = self.model_type
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-        cache = KVCacheConfig(NUM_BLOCKS, [], [KVCacheGroupSpec([LAYER], spec)])
+        groups = [KVCacheGroupSpec([f"{LAYER}{at}"], one) for at, one in enumerate(self.groups)]
+        cache = KVCacheConfig(NUM_BLOCKS, [], groups)
         scheduler = config.scheduler_config.get_scheduler_cls()
         self.scheduler: Any = scheduler(config, cache, StructuredOutputManager(config), BLOCK)
         connector = self.scheduler.connector

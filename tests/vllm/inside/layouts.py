@@ -257,7 +257,7 @@ def block_sizes(kind: Kind) -> list[int]:
 
 def config_of(kind: Kind, block_size: int, layout: str | None, ranks: int, rank: int = 0) -> Any:
     """What vLLM and our code ask of a VllmConfig, as far as they ask here."""
-    sparse = {"index_topk": 2048} if kind.has_indexers else {}
+    sparse: dict[str, Any] = {"index_topk": 2048} if kind.has_indexers else {}
     cache = CacheConfig(block_size=block_size)
     cache.num_gpu_blocks_override = NUM_BLOCKS
     cache.kv_cache_layout = layout
@@ -276,7 +276,7 @@ def config_of(kind: Kind, block_size: int, layout: str | None, ranks: int, rank:
             is_hybrid=kind.has_states,
             is_attention_free=False,
             enable_sleep_mode=False,
-            hf_text_config=SimpleNamespace(**sparse),
+            hf_text_config=SimpleNamespace(model_type="", **sparse),
             get_total_num_kv_heads=lambda: NUM_HEADS,
         ),
         parallel_config=SimpleNamespace(

@@ -203,9 +203,8 @@ class Worker(NamedTuple):
         config.max_in_flight_tokens = 2048
         named = config.model_config
         named.use_mla, named.is_hybrid, named.max_model_len = not model.heads, True, 4096
-        named.hf_text_config = SimpleNamespace(
-            **{"n_groups": model.state.groups} if model.state.groups else {}
-        )
+        if model.state.groups:
+            named.hf_text_config.n_groups = model.state.groups
         named.get_total_num_kv_heads = lambda: model.total_heads
         groups, cache = planned(config, model.specs(ranks))
         kernels = [

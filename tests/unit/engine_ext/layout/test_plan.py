@@ -1,6 +1,6 @@
 """Plans carried out on plain arrays: every byte once, from the right byte, and no other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
@@ -27,6 +27,7 @@ from engine_ext.layout.plan import (
     Side,
     TokenRange,
     strided_descriptors,
+    to_fill,
     without_holes,
 )
 from engine_ext.layout.ranks import TensorRank
@@ -625,6 +626,20 @@ def test_a_group_with_a_window_goes_with_the_last_part() -> None:
     early = plan.to_write((ours[:3], (0, 2, 3)), (theirs, theirs), 0, 20, TokenRange(until=12))
     last = plan.to_write((ours, (0, 0, 3, 4, 5)), (theirs, theirs), 0, 20, TokenRange(since=12))
     assert (early.num_blocks, last.num_blocks) == (3, 2 + 3)
+    # A reader registers the blocks that its prefix cache lacks: of a window, perhaps more.
+    behind = plan.to_write((ours, (0, 0, 3, 4, 5)), (theirs[3:], theirs[2:]), 12, 20)
+    assert behind.num_blocks == 2 + 3
+
+
+@pytest.mark.parametrize(("uncached", "filled"), [((), (0, 0, 7, 8)), ({1}, (0, 6, 7, 8))])
+def test_window_blocks_of_the_prefix_cache_are_not_filled(
+    uncached: Iterable[int], filled: tuple[int, ...]
+) -> None:
+    windows = (None, 32, STATE)
+    geometry = CacheGeometry(16, 9, group_windows=windows, uncached_groups=frozenset(uncached))
+    ids = ((1, 2, 3, 4), (0, 6, 7, 8), (5,))
+    assert to_fill(ids, geometry, 32) == (ids[0], filled, ids[2])
+    assert to_fill(ids, geometry, 0) == ids
 
 
 def test_a_state_is_one_block_whichever_tokens_are_read() -> None:

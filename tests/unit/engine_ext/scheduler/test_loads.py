@@ -5,7 +5,7 @@ import pytest
 from engine_ext.common.config import ConnectorConfig, LoadFailurePolicy
 from engine_ext.common.orders import Decline, FailLoad, Fence, PullOrder, Untrack
 from engine_ext.common.states import IllegalEventError
-from engine_ext.common.types import LoadProblem
+from engine_ext.common.types import CacheGeometry, LoadProblem
 from engine_ext.scheduler.block_pressure import EarlyBlockLimit
 from engine_ext.scheduler.loads import KVLoad, LoadEvent, Loads, LoadState
 from engine_ext.scheduler.orders import Orders
@@ -36,7 +36,9 @@ def test_an_event_that_cannot_happen_in_a_state_is_an_error_and_changes_nothing(
 
 def loads(orders: Orders) -> Loads:
     """One, of a request d-1, that is loading."""
-    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy="fail"))
+    made = Loads(
+        orders, CacheGeometry(16, 32), ConnectorConfig(engine_id="d", load_failure_policy="fail")
+    )
     made.offer("d-1", source(), TransferRole.DECODE, 100, is_proven=True)
     made.allocated(Request("d-1"), BLOCKS, 100)
     orders.take()
@@ -45,7 +47,7 @@ def loads(orders: Orders) -> Loads:
 
 def test_a_report_of_a_load_that_has_not_begun_leaves_the_offer() -> None:
     """It is of an earlier request of the same name."""
-    made = Loads(Orders(), 16, ConnectorConfig(engine_id="d"))
+    made = Loads(Orders(), CacheGeometry(16, 32), ConnectorConfig(engine_id="d"))
     made.offer("d-1", source(), TransferRole.DECODE, 100, is_proven=True)
     made.reported("d-1", failed=False)
     assert made.missing("d-1", 0) == 100
@@ -87,7 +89,12 @@ def test_a_load_that_is_computed_when_it_fails_is_reported_when_nothing_writes_a
 ) -> None:
     orders = Orders()
     early = EarlyBlockLimit(16, host_takes_back=host_chooses)
-    made = Loads(orders, 16, ConnectorConfig(engine_id="d", load_failure_policy=policy), early)
+    made = Loads(
+        orders,
+        CacheGeometry(16, 32),
+        ConnectorConfig(engine_id="d", load_failure_policy=policy),
+        early,
+    )
     made.offer("d-1", source(), role, 100, is_proven=True)
     made.allocated(Request("d-1"), BLOCKS, 100)
     assert [(order.recomputes, order.timeout) for order in ordered(orders.take(), PullOrder)] == [
@@ -104,7 +111,7 @@ def test_a_prefill_is_computed_unless_a_read_may_still_write_into_its_blocks(
 ) -> None:
     orders = Orders()
     config = ConnectorConfig(engine_id="p", load_failure_policy=policy, prefill_load_timeout=0.5)
-    made = Loads(orders, 16, config)
+    made = Loads(orders, CacheGeometry(16, 32), config)
     made.offer("p-1", source(), TransferRole.PREFILL, 100, is_proven=True)
     made.allocated(Request("p-1"), BLOCKS, 100)
     assert [(order.recomputes, order.timeout) for order in ordered(orders.take(), PullOrder)] == [
@@ -132,7 +139,7 @@ def test_a_load_that_could_not_be_ordered_waits_for_its_lease_no_more_when_the_h
 ):
     """Else the holder is not told: a request that waits for the lease speaks for it."""
     orders = Orders()
-    made = Loads(orders, 16, ConnectorConfig(engine_id="d"))
+    made = Loads(orders, CacheGeometry(16, 32), ConnectorConfig(engine_id="d"))
     made.offer("d-1", source(), TransferRole.DECODE, 100, is_proven=True)
     orders.take()
     made.fail("d-1")

@@ -67,6 +67,7 @@ NOT_VLLMS = {
         "backend_tokenizer",
         "get_vocab",
         "index_topk",
+        "model_type",
         "rope_parameters",
         "special_tokens_map",
         "to_dict",
