@@ -4,7 +4,10 @@
 # and pushed, in the GPU's memory and through host buffers, with prompts of 16,000 tokens. Then measure transfers.
 # One command, ten to thirty minutes:
 #
-#     scripts/gpu_check.sh [--without-vllm] [--without-reference] [--without-figures] [--strict]
+#     scripts/gpu_check.sh [--kinds] [--without-vllm] [--without-reference] [--without-figures] [--strict]
+#
+# With --kinds it runs vLLM alone, with a tiny model of each kind (dense, windows of other block
+# sizes, latents, sparse attention, Mamba, delta nets), and says which of them this vLLM cannot run.
 #
 # It prints a table and leaves ${OUT:-build/gpu}/check.json with the engines' logs beside it. Exit
 # status and failures: scripts/gpu_steps.py --help.
@@ -26,6 +29,7 @@
 # This has NOT YET RUN on a GPU. The same steps pass on a CPU:
 #
 #     DEVICE=cpu scripts/gpu_check.sh --without-vllm
+#     DEVICE=cpu PYTHON=<that of scripts/install_vllm> scripts/gpu_check.sh --kinds
 set -eu
 cd "$(dirname "$0")/.."
 DEVICE="${DEVICE:-cuda}"

@@ -2,6 +2,10 @@
 
     python -m tests.gpu.equality --device cuda
     python -m tests.gpu.equality --engine vllm --lengths 33,16001 --mode push
+    python -m tests.gpu.equality --engine vllm --kind latents
+
+Exit status: 0 all answers are equal; 1 one is not, or an engine does not start; 4 (with --kind)
+this vLLM cannot run a model of that kind, with any connector or none.
 
 This module imports only the standard library: scripts/gpu_check.sh runs it on bare machines.
 """
@@ -10,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import importlib
 import json
 import os
 import random
@@ -45,6 +50,17 @@ BLOCK_SIZE = 32
 MAX_LOG_LINES = 30
 """The end of an engine's log that is shown when it fails."""
 CONNECTORS = {"pull": "DisaggConnector", "push": "DisaggPushConnector"}
+KINDS = {
+    "windows of other block sizes": "gemma4_model.write_gemma4_model",
+    "latents": "mla_model.write_mla_model",
+    "sparse attention": "sparse_model.write_sparse_model",
+    "Mamba beside attention": "state_model.write_state_model",
+    "delta nets": "qwen_next_model.write_qwen_next",
+}
+"""Functions of tests.vllm that write a tiny model of each kind: Gemma 4, DeepSeek-V2 and V3.2,
+Falcon-H1, Qwen3-Next."""
+LATENT = ("latents", "sparse attention")
+UNABLE = 4
 COORDINATES = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
 """The address of a prefill engine in `kv_transfer_params`."""
 
@@ -89,6 +105,14 @@ class Setup:
     """The tiny model by default, written beside the log."""
     lease_seconds: int = 600
     checksums: bool = False
+    kind: str | None = None
+    """One of KINDS; None: the tiny model of the reference engine."""
+    is_plain: bool = False
+    """vLLM alone, with nothing of ours."""
+
+
+class EngineError(BenchError):
+    """An engine does not start or answer."""
 
 
 class EngineProcess:
@@ -110,7 +134,6 @@ class EngineProcess:
             "--port": self._port,
             "--served-model-name": "tiny",
             "--dtype": setup.dtype,
-            "--block-size": BLOCK_SIZE,
             **self._options(setup, _transfer(setup)),
         }
         command = [sys.executable, "-m", self.module]
@@ -119,7 +142,7 @@ class EngineProcess:
             **os.environ,
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side_channel),
-            **self._environment(directory),
+            **self._environment(directory, setup),
         }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
@@ -129,11 +152,12 @@ class EngineProcess:
         return {
             "--num-threads": 1,
             "--device": setup.device,
+            "--block-size": BLOCK_SIZE,
             "--num-blocks": setup.num_blocks,
             "--kv-transfer-config": json.dumps(transfer),
         }
 
-    def _environment(self, directory: Path) -> dict[str, str]:
+    def _environment(self, directory: Path, setup: Setup) -> dict[str, str]:
         return {}
 
     def close(self) -> None:
@@ -220,12 +244,12 @@ class EngineProcess:
         except OSError:
             return False
 
-    def _failure(self, what: str) -> BenchError:
+    def _failure(self, what: str) -> EngineError:
         """Show the end of the log, which may be kept on another machine, and return the error."""
         with self._log.open(errors="replace") as log:
             last = "".join(deque(log, MAX_LOG_LINES))
         sys.stderr.write(f"the end of {self._log}:\n{last}\n")
-        return BenchError(f"{what}; see {self._log}")
+        return EngineError(f"{what}; see {self._log}")
 
 
 class VllmProcess(EngineProcess):
@@ -242,20 +266,26 @@ class VllmProcess(EngineProcess):
         ours = transfer | {"kv_connector_module_path": "engine_ext.vllm"}
         options = {
             "--host": "127.0.0.1",
-            "--scheduler-cls": "engine_ext.vllm.scheduler.DisaggAsyncScheduler",
-            "--num-gpu-blocks-override": setup.num_blocks,
             "--max-num-seqs": 8,
             "--enforce-eager": "",
         }
+        if setup.kind is None:  # else vLLM chooses what fits the model
+            options |= {"--block-size": BLOCK_SIZE, "--num-gpu-blocks-override": setup.num_blocks}
         if setup.device == "cpu":
             ours["kv_buffer_device"] = "cpu"
+            if setup.kind == "latents":  # with AMX vLLM takes a backend that knows no float32
+                options["--attention-backend"] = "CPU_MLA"
         else:
             # Three start at once on one device: none may measure what the others leave of it.
             options |= {"--gpu-memory-utilization": 0.2, "--kv-cache-memory-bytes": 2**30}
-        return options | {"--kv-transfer-config": json.dumps(ours)}
+        if setup.is_plain:
+            return options
+        scheduler = "engine_ext.vllm.scheduler.DisaggAsyncScheduler"
+        return options | {"--scheduler-cls": scheduler, "--kv-transfer-config": json.dumps(ours)}
 
-    def _environment(self, directory: Path) -> dict[str, str]:
-        return {
+    def _environment(self, directory: Path, setup: Setup) -> dict[str, str]:
+        plugins = {"VLLM_PLUGINS": "none"} if setup.is_plain else {}
+        return plugins | {
             "PYTHONPATH": os.pathsep.join([_plugin(directory), os.getenv("PYTHONPATH", "")]),
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -302,10 +332,13 @@ class Trio:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if all answers are equal, 1 if one is not or an engine does not start."""
-    parser = argparse.ArgumentParser(prog="equality", description=__doc__)
+    """Return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="equality", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--engine", choices=ENGINES, default="reference")
+    parser.add_argument("--kind", choices=KINDS, help="a model of this kind, in vLLM")
     parser.add_argument("--mode", choices=CONNECTORS, default="pull")
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     parser.add_argument("--buffers", choices=("cpu", "cuda"), help="where KV is handed over")
@@ -322,14 +355,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.dtype,
         options.buffers,
         checksums=options.checksums,
+        kind=options.kind,
     )
     try:
         summary = compare(setup, options.engine, options.lengths, options.logs)
     except BenchError as error:
-        sys.stderr.write(f"equality: error: {error}\n")
-        return 1
+        is_asked = options.kind and isinstance(error, EngineError)
+        problem = why_unable(setup, options.logs) if is_asked else None
+        sys.stderr.write(f"{problem or f'equality: error: {error}'}\n")
+        return UNABLE if problem else 1
     sys.stdout.write(f"{summary}\n")
     return 0
+
+
+def why_unable(setup: Setup, logs: Path | None) -> str | None:
+    """Return why this vLLM answers nothing with such a model, without anything of ours, either;
+    None if it does."""
+    with tempfile.TemporaryDirectory() as directory:
+        folder = (logs or Path(directory)) / "plain"
+        model = _write_model(Path(directory) / "model", setup, 1000)
+        try:
+            with VllmProcess(folder, replace(setup, model=model, is_plain=True)) as plain:
+                plain.complete([1] * max(LENGTHS), 2)
+        except EngineError as error:
+            log = (folder / "engine.log").read_text(errors="replace")
+            reasons = re.findall(r"(?m)(?:^|[\])] )(\w+(?:Error|Exception): .*)", log)
+            return f"this vLLM cannot run such a model: {reasons[0] if reasons else error}"
+    return None
 
 
 def compare(
@@ -360,11 +412,9 @@ def compare(
 def _start(
     setup: Setup, engine: str, longest: int, directory: Path, logs: Path | None, engines: ExitStack
 ) -> Trio:
-    from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
-
     positions = max(longest, 1000) + 2 * MAX_TOKENS
     # One for all: to vLLM, models at two places are two models.
-    model = write_tiny_model(directory / "model", TinyModel(max_positions=positions))
+    model = _write_model(directory / "model", setup, positions)
     full = replace(setup, num_blocks=256 + 2 * (positions // BLOCK_SIZE), model=model)
 
     def start(name: str) -> EngineProcess:
@@ -372,6 +422,16 @@ def _start(
 
     with ThreadPoolExecutor(3) as pool:
         return Trio(*pool.map(start, ("alone", "p", "d")))
+
+
+def _write_model(directory: Path, setup: Setup, positions: int) -> Path:
+    from engine_ext.reference.tiny_model import TinyModel, write_tiny_model
+
+    if setup.kind is None:
+        return write_tiny_model(directory, TinyModel(max_positions=positions))
+    module, _, name = KINDS[setup.kind].partition(".")
+    written: Path = getattr(importlib.import_module(f"tests.vllm.{module}"), name)(directory)
+    return written
 
 
 def alone_answers(alone: EngineProcess, prompt: list[int], engine: str) -> Answer:

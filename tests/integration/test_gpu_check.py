@@ -85,6 +85,22 @@ def test_a_step_that_fails_is_named_and_the_others_run(
     assert [step["outcome"] for step in told] == ["failed", "ok"]
 
 
+@pytest.mark.parametrize(("options", "status"), [((), 0), (("--strict",), 3)])
+def test_a_model_that_vllm_cannot_run_is_no_pass(
+    options: tuple[str, ...],
+    status: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = "import sys; print('no such kernel', file=sys.stderr); sys.exit(4)"
+    monkeypatch.setattr(gpu_steps, "steps", lambda _: [Step("one", ("-c", code), 60)])
+    assert gpu_steps.main(["--out", str(tmp_path), "--without-vllm", *options]) == status
+    assert "gpu_check: not run: one: no such kernel" in capsys.readouterr().err
+    (told,) = json.loads((tmp_path / "check.json").read_text())["steps"]
+    assert told["outcome"] == "not run"
+
+
 def test_a_step_that_takes_too_long_is_ended_with_what_it_has_started(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
