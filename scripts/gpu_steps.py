@@ -32,14 +32,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.equality import KINDS, LATENT, UNABLE
+from tests.gpu.equality import KINDS, UNABLE
 
 EQUALITY = ("-m", "tests.gpu.equality")
 LONG = "100,16000"
 LONG_VLLM = "33,257,16001"
 """Whole blocks and one token, see tests/gpu/equality.py."""
 LONG_KINDS = "257,1537"
-"""The same for blocks of up to 128 tokens."""
+"""Whole chunks and one token."""
 DOUBTFUL = 3
 """Exit status of `bench.py transfer --strict` when a figure misses its aim or is noisy."""
 MAX_SUMMARY = 300
@@ -156,12 +156,12 @@ def _vllm(options: argparse.Namespace) -> list[Step]:
 
 
 def _kinds(options: argparse.Namespace) -> list[Step]:
-    """In float32, but on a GPU for latents, for which kernels take bfloat16 alone: a state is in no
-    prefix cache, so one engine alone computes its prompts in other shapes than two."""
+    """In bfloat16; on a CPU in float32, which its kernels for delta nets do not take."""
     vllm = ("--engine", "vllm", "--lengths", options.lengths or LONG_KINDS)
     found = [_equality(options, "vLLM, dense", 600, *vllm)]
     for kind in KINDS:
-        dtype = "bfloat16" if kind in LATENT and options.device != "cpu" else "float32"
+        is_single = options.device == "cpu" and kind != "delta nets"
+        dtype = "float32" if is_single else "bfloat16"
         more = ("--kind", kind, "--dtype", dtype)
         found.append(_equality(options, f"vLLM, {kind}", 600, *vllm, *more))
     return found

@@ -59,7 +59,7 @@ KINDS = {
 }
 """Functions of tests.vllm that write a tiny model of each kind: Gemma 4, DeepSeek-V2 and V3.2,
 Falcon-H1, Qwen3-Next."""
-LATENT = ("latents", "sparse attention")
+CHUNK = 256
 UNABLE = 4
 COORDINATES = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "pp_size")
 """The address of a prefill engine in `kv_transfer_params`."""
@@ -269,8 +269,10 @@ class VllmProcess(EngineProcess):
             "--max-num-seqs": 8,
             "--enforce-eager": "",
         }
-        if setup.kind is None:  # else vLLM chooses what fits the model
+        if setup.kind is None:
             options |= {"--block-size": BLOCK_SIZE, "--num-gpu-blocks-override": setup.num_blocks}
+        else:  # vLLM chooses the blocks. A last token behind whole chunks has a step of its own.
+            options |= {"--no-enable-prefix-caching": "", "--max-num-batched-tokens": CHUNK}
         if setup.device == "cpu":
             ours["kv_buffer_device"] = "cpu"
             if setup.kind == "latents":  # with AMX vLLM takes a backend that knows no float32
