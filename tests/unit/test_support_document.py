@@ -79,8 +79,10 @@ def tables() -> str:
         models = "; ".join(family["models"] for family in families)
         parts.append(f"| {models} | {caches} | {proof} |")
     parts.append("\n### Messages of refusals\n")
-    cells_of = (feature.get(column, {}) for feature in FEATURES for column in COLUMNS)
-    parts += [f"* `{m}`" for cell in cells_of if "messages" in cell for m in cell["messages"]]
+    for feature in FEATURES:
+        found = [m for column in COLUMNS for m in cell_of(feature, column).get("messages", ())]
+        shown = ", ".join(f"`{m.partition(' yet. Start')[0]}`" for m in found)
+        parts += [f"* {feature['name']}: {shown}"] if found else []
     return "\n".join(parts) + "\n\n"
 
 
