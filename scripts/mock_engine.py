@@ -593,13 +593,13 @@ class PacedConnection(EngineConnection):
         self._end(self._engine.last)
 
 
-async def serve(engines: list[PacedEngine], port: int) -> None:
+async def serve(engines: list[PacedEngine], host: str, port: int) -> None:
     """Serve each engine on a port of its own, print the ports, and run until killed."""
     loop = asyncio.get_running_loop()
     servers = [
         await loop.create_server(
             lambda engine=engine: PacedConnection(engine),  # type: ignore[misc]
-            *("127.0.0.1", port),
+            *(host, port),
             backlog=BACKLOG,
         )
         for engine in engines
@@ -612,6 +612,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("role", choices=("prefill", "decode", "pair"), help="pair: one of each")
     parser.add_argument("port", type=int, nargs="?", default=0, help="0: any, and it is printed")
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--resumable", action="store_true", help="name tokens, resume streams")
     parser.add_argument("--stock", action="store_true", help="name tokens as stock vLLM does")
     parser.add_argument("--drill", metavar="SEED", help="repeat nonces; can be made to fail")
@@ -628,7 +629,7 @@ def main() -> None:
     import uvloop  # absent where tests/clients imports this module
 
     with contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(serve(engines, options.port))
+        uvloop.run(serve(engines, options.host, options.port))
 
 
 if __name__ == "__main__":

@@ -24,17 +24,23 @@ PD_FLAGS = {
 PEERS = (CHECKOUT, *PD_FLAGS)
 
 Ports = Sequence[int]
+LOCAL = ("127.0.0.1",)
 
 
 def our_command(
-    port: int, prefillers: Ports, decoders: Ports, flags: Sequence[str] = (), checkout: Path = ROOT
+    port: int,
+    prefillers: Ports,
+    decoders: Ports,
+    flags: Sequence[str] = (),
+    checkout: Path = ROOT,
+    hosts: Sequence[str] = LOCAL,
 ) -> list[str]:
     """Return the command that starts a checkout's router, with default settings but for `flags`."""
     command = ["env", "-C", str(checkout), f"PYTHONPATH={checkout}", sys.executable]
     command += ["-m", "router.commands.cli", "--port", str(port), *flags]
     for role, ports in (("prefiller", prefillers), ("decoder", decoders)):
-        command += [f"--{role}-hosts", *["127.0.0.1"] * len(ports)]
-        command += [f"--{role}-ports", *map(str, ports)]
+        command += [f"--{role}-hosts", *(host for host in hosts for _ in ports)]
+        command += [f"--{role}-ports", *map(str, [*ports] * len(hosts))]
     return command
 
 
@@ -45,12 +51,14 @@ def package_command(
     prefillers: Ports,
     decoders: Ports,
     flags: Sequence[str] = (),
+    hosts: Sequence[str] = LOCAL,
 ) -> list[str]:
     """Return the command that starts a router of PyPI, see `install_package`."""
 
     def urls(flag: str, ports: Ports) -> Iterator[str]:
-        for each in ports:
-            yield from (flag, f"http://127.0.0.1:{each}")
+        for host in hosts:
+            for each in ports:
+                yield from (flag, f"http://{host}:{each}")
 
     program, *mode = PD_FLAGS[name]
     return [

@@ -6,6 +6,7 @@
     python scripts/bench.py router --peer checkout --peer-flag=--ui  this commit with another flag
     python scripts/bench.py router --only unary paced-quarter --rounds 9
     python scripts/bench.py router --saturate                        with a full core, asked by wrk
+    python scripts/bench.py router --engines 100 --only agent        of a hundred engines
 
 All routers share one core; the mock engines and the load have the others. Rounds take turns, so
 that the machine's mood is the same for all, and figures are medians over rounds; a ratio is the
@@ -62,6 +63,7 @@ from scripts.benchmarks.contestants import (
 PATH = "/v1/chat/completions"
 DIRECT = "direct"
 ANSWER_TIMEOUT_S = 60.0
+IDLE_S = 20.0
 CHUNKS = 64
 PACE_US = 5000
 TURNS = 4
@@ -103,6 +105,7 @@ class Case:
 def cases() -> Mapping[str, Case]:
     burst = {"stream": True, "max_tokens": CHUNKS}
     paced = burst | {"seed": PACE_US}
+    long = paced | {"max_tokens": 1000}  # and a prompt of about 113,000 tokens
     made = [
         Case("latency", _same(KB), connections=1, total=600),
         Case("unary", _same(KB)),
@@ -113,6 +116,7 @@ def cases() -> Mapping[str, Case]:
         Case("paced", _same(KB, paced), total=256, chunks=CHUNKS),
         Case("paced-quarter", _same(KB, paced), 50, 400, CHUNKS),
         Case("paced-1000", _same(KB, paced), 1000, 1000, CHUNKS),
+        Case("agent", _same(452 * KB, long), 16, 32, chunks=1000),
         Case("turn", _turns("x-session-id")),
         Case("turn-alone", _turns("x-no-session")),
     ]
@@ -309,6 +313,8 @@ def opened(options: argparse.Namespace) -> Iterator[Session]:
         stack.callback(family.stop)
         command = [sys.executable, "-m", "scripts.mock_engine", "pair"]
         command += [f"--{options.resumable}"] if options.resumable else []
+        # Each engine has as many addresses as there are to be engines of its role.
+        command += ["--host", "0.0.0.0"] if options.engines > 2 else []
         engines = family.start("engines", command, "", cores=others)
         while not engines.log_lines():
             engines.check()
@@ -328,13 +334,14 @@ def opened(options: argparse.Namespace) -> Iterator[Session]:
 
 def _command(name: str, options: argparse.Namespace, port: int, session: Session) -> list[str]:
     engines = [session.prefiller], [session.decoder]
+    hosts = [f"127.0.{i // 250}.{i % 250 + 1}" for i in range(options.engines // 2)]
     if name == OURS:
-        return our_command(port, *engines)
+        return our_command(port, *engines, hosts=hosts)
     if name == CHECKOUT:
-        return our_command(port, *engines, options.peer_flag, options.peer_dir or ROOT)
+        return our_command(port, *engines, options.peer_flag, options.peer_dir or ROOT, hosts)
     environment = (options.peer_dir or Path(".venv-peers") / name).absolute()
     install_package(name, environment)
-    return package_command(name, environment, port, *engines, options.peer_flag)
+    return package_command(name, environment, port, *engines, options.peer_flag, hosts)
 
 
 async def _wait_until_answering(router: ChildProcess, port: int) -> None:
@@ -391,8 +398,18 @@ def ratio(runs: Sequence[Run], peer: str) -> float:
     return ratios(ours, theirs).median
 
 
+async def _measure_idle(session: Session) -> None:
+    routers = [each for each in session.contestants if each.pid is not None]
+    before = [each.cpu for each in routers]
+    await asyncio.sleep(IDLE_S)
+    for router, cpu in zip(routers, before, strict=True):
+        print(f"idle: {router.name}: {(router.cpu - cpu) / IDLE_S:.2%} of a core")
+
+
 async def _measure_all(session: Session, options: argparse.Namespace) -> None:
     content, known = [], cases()
+    if options.engines > 2:
+        await _measure_idle(session)
     for name in options.only or (SATURATED if options.saturate else known):
         runs = await measure(session, known[name], options)
         found = {each.name: figures(runs, each.name) for each in session.contestants}
@@ -435,6 +452,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--resumable", nargs="?", const="resumable", choices=("resumable", "stock"),
         help="engines name the tokens of their streams: ours (default), or stock vLLM"
         )  # fmt: skip
+    add("--engines", type=positive, default=2, help="of both roles together (2)")
     add("--only", nargs="+", choices=names, metavar="CASE", help=", ".join(names))
     add("--rounds", type=positive, default=5, help="runs of each contestant and case (5)")
     add("--share", type=float, default=1.0, help="of the usual number of requests (1)")
