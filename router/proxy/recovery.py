@@ -90,7 +90,7 @@ def recover(run: Run, failed: LegFailure) -> Next:
     run.is_turn_spent = run.is_turn_spent or decision.spends_turn
     run.is_fresh = run.is_fresh or error.kind == "stale"
     what = decision.next
-    if not situation.is_late and go_back(run, engine):
+    if not situation.is_late and go_back(run, engine, is_stale=error.kind == "stale"):
         what = Next.RESUME
     elif decision.gives_up or not (decision.is_free or gateway.budget.take(moment)):
         if request.exchange.started:
@@ -105,8 +105,9 @@ def recover(run: Run, failed: LegFailure) -> Next:
     return what
 
 
-def go_back(run: Run, failed: Engine | None = None) -> bool:
+def go_back(run: Run, failed: Engine | None = None, is_stale: bool = False) -> bool:
     """Let a drained engine continue a stream that has just left it, because no other engine has.
+    With `is_stale` the move is tried again instead, since the other engine never got the stream.
 
     Return False if there is no such engine. No limit of retries applies: without the move, the
     client would see no error. The blocks are still in the engine's cache.
@@ -117,7 +118,8 @@ def go_back(run: Run, failed: Engine | None = None) -> bool:
     left = buffer.left
     if left is None or left is failed or not (left.is_draining or left.is_usable):
         return False
-    buffer.note_resume(RETURNED, is_free=True)
+    if not is_stale:
+        buffer.note_resume(RETURNED, is_free=True)
     run.lender = left
     return True
 

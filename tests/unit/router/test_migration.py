@@ -14,7 +14,7 @@ from router.proxy.migration import StreamMigrator
 from router.proxy.retry import MAX_FAILED_LEGS
 from scripts.mock_engine import DONE, MockEngine, Peer, Received, Script, chunk
 from tests.unit.router.conftest import StartRouter
-from tests.unit.router.engine_scripts import answer_after, fails, refuses
+from tests.unit.router.engine_scripts import answer_after, fails, refuses, reset
 from tests.unit.router.harness import Router, eventually
 from tests.unit.router.mock_engine import running_engine
 from tests.unit.router.test_resume import (
@@ -271,6 +271,18 @@ async def test_a_stream_that_the_other_engine_does_not_take_goes_back_and_stays(
     assert router.metric("resumes_total", kind="returned", outcome="resumed") == 1
     await router.settled()
     assert (leaving.breaker.failures, leaving.is_idle) == (0, True)
+
+
+async def test_a_stream_that_meets_a_stale_connection_moves_on_a_new_one(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, d2: MockEngine
+) -> None:
+    router = await start_router(health_interval=60, engine_idle_age=60)  # a connection stays idle
+    d.usual, d2.scripts = stands_still, [reset]
+    stream = await begin_stream(router, router.engine(d), router.engine(d2))
+    drain(router, router.engine(d))
+    assert texts_of((await stream).text) == WORDS
+    assert (len(legs(d)), len(legs(d2)), len(legs(p))) == (1, 2, 1), "it borrows the blocks, too"
+    assert resumes(router) == 1
 
 
 @pytest.mark.parametrize("script", [fails, refuses])
