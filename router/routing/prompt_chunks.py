@@ -78,8 +78,9 @@ def _named_parts(body: Body) -> Iterator[tuple[str, str]]:
     if isinstance(messages, list):
         yield "the tools", "".join(_render(body, []))
         for number, one in enumerate(messages, 1):
-            role = one.get("role") if number == 1 and isinstance(one, dict) else None
-            is_system = role in ("system", "developer")
+            if not isinstance(one, dict):  # of which there may be millions
+                continue
+            is_system = number == 1 and one.get("role") in ("system", "developer")
             name = "the system prompt" if is_system else f"message {number} of {len(messages)}"
             yield name, "".join(_render({}, [one]))
 
@@ -97,9 +98,9 @@ def estimate_tokens(body: Body) -> int:
         return tokens
     size = sum(_size_of(body.get(name)) for name in RENDERED)
     for message in messages:
-        is_text = isinstance(message, dict) and len(message) <= 2
-        content = message.get("content") if is_text else message
-        size += _size_of(content if isinstance(content, str) else message)
+        if isinstance(message, dict):
+            content = message.get("content") if len(message) <= 2 else message
+            size += _size_of(content if isinstance(content, str) else message)
     # The endpoint decides which field counts, and the other one is hardly ever there.
     return max(tokens, -(-size // BYTES_PER_TOKEN) + MESSAGE_TOKENS * len(messages))
 

@@ -109,6 +109,7 @@ def test_a_token_is_about_four_bytes() -> None:
     assert estimate_tokens({"prompt": "word" * 100}) == 100
     assert estimate_tokens({"prompt": "字" * 400}) == 300
     assert estimate_tokens({"messages": [{"role": "user", "content": "word" * 100}]}) == 104
+    assert estimate_tokens({"messages": ["word" * 100, 7]}) == 8, "engines read no such message"
 
 
 def test_long_prompts_and_images_are_read_in_part() -> None:
