@@ -170,8 +170,9 @@ async def pull(run: Run) -> None:
         run.prefiller = None
         if run.lender is not None:
             decoder = select_decoder(run)
-            if decoder is engine_of(run.lender) or (decoder and may_borrow_stream(run, decoder)):
-                run.hold(engine_of(run.lender))  # it is not drained before its blocks are read
+            # It is not drained before its blocks are read, or another engine has computed them.
+            run.hold(engine_of(run.lender))
+            if decoder is run.holder or (decoder and may_borrow_stream(run, decoder)):
                 return await decode_only(run, MIGRATED)
             run.lender = None
         prefiller = select_prefiller(run)

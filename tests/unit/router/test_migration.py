@@ -294,11 +294,17 @@ async def test_a_stream_that_no_prefill_engine_computes_goes_back(
     leaving = router.engine(d)
     d.usual = stands_still
     stream = await begin_stream(router, leaving, router.engine(d2))
-    p.usual, d.usual = script, to_the_end
+    goes_on = asyncio.Event()
+    p.usual, d.usual = answer_after(goes_on, script), to_the_end
     use_up_retries(router)
     drain(router, leaving)
+    await eventually(lambda: len(legs(p)) == 2)
+    assert not leaving.is_idle, "or it may be stopped before the stream returns"
+    goes_on.set()
     assert texts_of((await stream).text) == WORDS
     assert (len(legs(p)), legs(d2)) == (2, [])
+    await router.settled()
+    assert leaving.is_idle
 
 
 async def test_a_stream_that_the_draining_engine_does_not_take_back_moves_on(
