@@ -26,8 +26,8 @@ seconds.
 `model` is a name that the fleet serves. It is `{OTHER}` for requests without a known model, and
 beyond {MAX_LABEL_PAIRS} pairs of model and group in a process's life.
 
-The chart has alerts (`charts/disagg-router/files/alerts.yaml`) and a Grafana dashboard
-(`charts/disagg-router/files/dashboard.json`). [Engine metrics](#engine-metrics) come last.
+[Engine metrics](#engine-metrics) come last. The chart has
+[alerts and a dashboard](kubernetes.md#monitoring).
 
 ## Router metrics
 
