@@ -65,8 +65,8 @@ class PullOrder:
     """READ `source`'s blocks into ours, from token position `first_token` to `last_token`.
 
     `first_token` is a multiple of the block size; `last_token` is exclusive. `local_block_ids`
-    cover the request from position 0, so both sides are addressed by position. Of a group with a
-    window, all of its blocks are filled: those that are not to be filled are holes.
+    cover the request from position 0, so both sides are addressed by position. In a group with a
+    window the READ fills every block of the list; a hole stands for a block that it must not fill.
     """
 
     request_id: str

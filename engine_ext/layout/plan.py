@@ -48,7 +48,7 @@ class BlockRange(NamedTuple):
 class TokenRange(NamedTuple):
     """A part of a WRITE: the tokens [since, until), or all tokens from `since` on. A group with a
     window frees blocks while the prompt is computed, so all its blocks are written with the last
-    part. Its list has holes where nothing is filled, so all of it counts."""
+    part. The range covers its whole list, which has holes for blocks that must not be filled."""
 
     since: int = 0
     until: int | None = None
@@ -366,9 +366,9 @@ def without_holes(block_ids: BlockIds, windows: Sequence[int | None]) -> BlockId
 
 
 def to_fill(block_ids: BlockIds, geometry: CacheGeometry, first_token: int) -> BlockIds:
-    """Return a request's blocks as a load from `first_token` on fills them. Of a window, the blocks
-    before this token are the prefix cache's, which other requests may use: they become holes, but
-    where the cache keeps no window."""
+    """Return a request's blocks with a hole for each block that a load from `first_token` on must
+    not fill. In a group with a window, the blocks before this token belong to the prefix cache, and
+    other requests may read them. `uncached_groups` have no blocks in the prefix cache."""
     found = []
     for group, ids in enumerate(block_ids):
         is_cached = geometry.group_windows[group] and group not in geometry.uncached_groups

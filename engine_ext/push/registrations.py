@@ -58,7 +58,7 @@ from engine_ext.common.types import (
     PushTarget,
     num_blocks_in,
 )
-from engine_ext.layout.plan import without_holes
+from engine_ext.layout.plan import WHOLE, without_holes
 from engine_ext.push.decode_engines import GIVEN_UP, OF_REQUEST
 from engine_ext.push.prefill_engines import (
     LONGEST_ASKING,
@@ -522,17 +522,15 @@ class Registrations:
         )
 
     def _awaited(self, registration: PushRegistration) -> BlockIds:
-        """Return the blocks of the tokens to be written. A state has one block in any case, and of
-        a window all that are no holes are written."""
+        """Return the blocks of the tokens to be written. A state has one block in any case."""
         geometry = self._context.geometry
-        first, last = registration.first_token, registration.last_token
         windows = geometry.group_windows
         groups = zip(registration.local_block_ids, windows, geometry.block_sizes, strict=True)
-        awaited = tuple(
-            ids if window == STATE else ids[0 if window else first // size : -(-last // size)]
-            for ids, window, size in groups
-        )
-        return without_holes(awaited, windows)
+        awaited = []
+        for ids, window, size in groups:
+            first, last = WHOLE.between(registration.first_token, registration.last_token, window)
+            awaited.append(ids if window == STATE else ids[first // size : -(-last // size)])
+        return without_holes(tuple(awaited), windows)
 
     def _find(self, request_id: str, sender: str, generation: int) -> PendingRegistration | None:
         waiting = self._waiting.get(request_id)

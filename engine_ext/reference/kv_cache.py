@@ -63,8 +63,8 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `torch.zeros`, which writes to all pages at once; the system gives a page of this one when
-    a block in it is first used."""
+    """Return a tensor of zeros. On a CPU the operating system provides each page at its first use;
+    `torch.zeros` would write to all pages at once."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize

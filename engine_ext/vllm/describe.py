@@ -58,7 +58,8 @@ STATELESS = frozenset(("ngram", "suffix"))
 STATES = (MambaSpec, CircularBufferSpec)
 """Layers that keep one block of a request: a state, or a ring of tokens to be compressed."""
 RINGS = frozenset(("deepseek_v41", "step5"))
-"""Models with such rings and no other state. Nothing else tells before there is a cache."""
+"""Models with such rings and no other state. No other attribute shows this before vLLM makes the
+KV cache."""
 LATENT = (MLAAttentionSpec, SlidingWindowMLASpec)
 ATTENTION = (FullAttentionSpec, SlidingWindowSpec, ChunkedLocalAttentionSpec, *LATENT)
 """Layers whose blocks are those of the tokens, or of the last ones."""
@@ -187,8 +188,8 @@ def _window(spec: KVCacheSpec) -> int | None:
 
 
 def uncached_groups(kv_cache_config: KVCacheConfig) -> frozenset[int]:
-    """Return the groups of which vLLM's prefix cache keeps nothing: behind what it has, it computes
-    their last window again (bounded replay), unless a load brings it."""
+    """Return the groups that vLLM's prefix cache does not keep. After a prefix cache hit vLLM
+    computes the last window of these groups again (bounded replay), unless a load provides it."""
     layers = enumerate(_first_layers(kv_cache_config))
     return frozenset(group for group, layer in layers if not layer.prefix_cacheable)
 

@@ -38,7 +38,7 @@ import numpy.typing as npt
 
 from engine_ext.common.orders import PullOrder
 from engine_ext.common.types import SHARED, STATE, BlockIds, CacheGeometry, Region
-from engine_ext.layout.plan import NULL_BLOCK
+from engine_ext.layout.plan import NULL_BLOCK, WHOLE
 
 logger = logging.getLogger(__name__)
 
@@ -207,11 +207,11 @@ class Checksums:
             yield ours[0], 0
             return
         skipped, size = 0, self._block_sizes[group]
-        first = order.first_token if window is None else 0
+        first, last = WHOLE.between(order.first_token, order.last_token, window)
         if window is not None:
             held = order.last_token if source.num_tokens is None else source.num_tokens
             skipped = max(0, -(-held // size) - len(theirs))
-        for position in range(first // size, -(-order.last_token // size)):
+        for position in range(first // size, -(-last // size)):
             place = position - skipped
             is_hole = window is not None and (
                 place < 0 or NULL_BLOCK in (ours[position], theirs[place])

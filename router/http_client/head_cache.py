@@ -24,22 +24,22 @@ Make = Callable[[Headers, Option], Made]
 
 
 class RepeatedHeaders(list[Header]):
-    """The headers of messages that repeat a head, and what was `made` of them for the first."""
+    """The headers of messages with equal heads, and the `results` of functions of these headers."""
 
     def __init__(self, headers: Headers) -> None:
         super().__init__(headers)
-        self.made: dict[object, Any] = {}
+        self.results: dict[object, Any] = {}
 
 
 def once_per_head(make: Make[Option, Made]) -> Make[Option, Made]:
-    """Decorate a function so that what it makes of repeated headers is made once."""
+    """Decorate a function so that it computes its result for repeated headers only once."""
 
     def made(headers: Headers, option: Option) -> Made:
         if type(headers) is not RepeatedHeaders:
             return make(headers, option)
-        found: Made | None = headers.made.get((make, option))
+        found: Made | None = headers.results.get((make, option))
         if found is None:
-            found = headers.made[make, option] = make(headers, option)
+            found = headers.results[make, option] = make(headers, option)
         return found
 
     return made

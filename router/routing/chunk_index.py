@@ -195,8 +195,9 @@ class ChunkIndex:
         return ChunkMatch(low * stride, engines)
 
     def describe_divergence(self, body: Body, chunks: Sequence[int], marks: int) -> str:
-        """Return in words where the prompt leaves the known one with the longest equal beginning;
-        empty if it does not, or has none. `marks`: see `RoutingQuery`."""
+        """Describe where the prompt first differs from the remembered prompt with which it shares
+        the longest prefix. Return an empty string if no remembered prompt shares a prefix, or if
+        one contains the whole prompt. `marks`: see `RoutingQuery`."""
         depth = self.longest(chunks, -1).depth
         if not marks < depth <= len(chunks) - self._stride:
             return ""

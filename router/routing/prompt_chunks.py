@@ -58,8 +58,8 @@ def hash_chunks(body: Body) -> tuple[int, ...]:
 
 
 def describe_part(body: Body, start: int, end: int) -> str:
-    """Return in words which part of the prompt has its chunks from `start` to `end`: "the system
-    prompt, after 768 to 1,024 of about 12,272 tokens"."""
+    """Describe the part of the prompt that contains the chunks from `start` to `end`, such as "the
+    system prompt, after 768 to 1,024 of about 12,272 tokens"."""
     size, names = 0, list[str]()
     for name, text in _named_parts(body):
         size += len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))

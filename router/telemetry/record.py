@@ -118,7 +118,7 @@ class Record:
     answer_change: str = ""
     """The change that the client made to the last turn's answer, from `find_answer_change`."""
     diverges_in: str = ""
-    """Where the prompt leaves the known one with the longest equal beginning; only with --ui."""
+    """The first part that differs from all remembered prompts. Only `--ui` sets this field."""
     offered_tokens: int = 0
     """Tokens of the last turn that the prefill engine could pull."""
     kept: str = ""

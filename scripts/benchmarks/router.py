@@ -313,7 +313,7 @@ def opened(options: argparse.Namespace) -> Iterator[Session]:
         stack.callback(family.stop)
         command = [sys.executable, "-m", "scripts.mock_engine", "pair"]
         command += [f"--{options.resumable}"] if options.resumable else []
-        # Each engine has as many addresses as there are to be engines of its role.
+        # The router counts each address of a mock engine as one more engine of its role.
         command += ["--host", "0.0.0.0"] if options.engines > 2 else []
         engines = family.start("engines", command, "", cores=others)
         while not engines.log_lines():

@@ -332,18 +332,22 @@ def decision() -> Drawing:
     return drawing
 
 
-# Goodput by who chooses the prefill engine: for each cache (1, 2 and 4 million tokens per engine),
-# loads 0.5, 1 and 2. From docs/performance.md, which has more rows.
+# Bars of the chart of coding agents: their kind and their row in docs/performance.md.
 AGENTS = {
-    "our default": ("router", (0.912, 0.885, 0.739, 0.945, 0.938, 0.915, 0.946, 0.938, 0.918)),
-    "exact knowledge": ("", (0.836, 0.826, 0.722, 0.921, 0.917, 0.886, 0.930, 0.919, 0.894)),
-    "Dynamo 1.6.1": ("prefill", (0.917, 0.747, 0.447, 0.946, 0.924, 0.882, 0.948, 0.921, 0.885)),
-    "vllm-router 0.1.17": (
-        "decode",
-        (0.559, 0.566, 0.576, 0.770, 0.817, 0.777, 0.905, 0.890, 0.823),
-    ),
-    "least_loaded": ("note", (0.417, 0.193, 0.108, 0.688, 0.449, 0.217, 0.823, 0.769, 0.573)),
+    "our default": ("router", "with `--target-itl`, our default"),
+    "exact knowledge": ("", "exact knowledge of all caches"),
+    "Dynamo 1.6.1": ("prefill", "Dynamo 1.6.1, with KV events"),
+    "vllm-router 0.1.17": ("decode", "vllm-router 0.1.17 `cache_aware`"),
+    "least_loaded": ("note", "`least_loaded`"),
 }
+
+
+def agent_rows() -> dict[str, list[float]]:
+    """Return each row's goodput with 1, 2 and 4 million tokens of cache, at loads 0.5, 1 and 2."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    table = page.partition("\n### Coding agents\n")[2].partition("\n#")[0]
+    lines = {line.split("|")[1].strip(): line for line in table.splitlines() if line[:1] == "|"}
+    return {row: list(map(float, lines[row].split("|")[2:-1])) for _, row in AGENTS.values()}
 
 
 def agents() -> Drawing:
@@ -356,7 +360,7 @@ def agents() -> Drawing:
         " With more cache our default, exact knowledge and Dynamo are within 0.04 of each other.",
         height=316,
     )
-    left, bottom, scale, width = 66, 262, 200, 12
+    rows, left, bottom, scale, width = agent_rows(), 66, 262, 200, 12
     for share in (0, 0.25, 0.5, 0.75, 1):
         y = bottom - share * scale
         drawing.line([(left - 6, y), (750, y)], "life")
@@ -364,8 +368,8 @@ def agents() -> Drawing:
     for cell in range(9):
         cache, load = divmod(cell, 3)
         x = left + cell * 74 + cache * 8
-        for index, (kind, values) in enumerate(AGENTS.values()):
-            height = values[cell] * scale
+        for index, (kind, row) in enumerate(AGENTS.values()):
+            height = rows[row][cell] * scale
             drawing.frame(x + index * (width + 1), bottom - height, width, height, kind)
         drawing.text(x + 32, bottom + 18, f"load {(0.5, 1, 2)[load]:g}", "muted", "middle")
         if load == 1:
