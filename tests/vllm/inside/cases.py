@@ -430,9 +430,9 @@ def what_cannot_be_is_refused_by_name(model: Path) -> None:
 
 
 def is_documented(*messages: str) -> None:
-    """Require the messages word for word in the support matrix."""
+    """Require in the support matrix, word for word, what each message says is not supported."""
     page = Path("docs/support.md").read_text(encoding="utf-8")
-    assert [message for message in messages if f"`{message}`" not in page] == []
+    assert [said for said in messages if f"`{said.partition(' yet. ')[0]}`" not in page] == []
 
 
 def a_kv_cache_that_others_read_does_not_sleep(model: Path) -> None:
