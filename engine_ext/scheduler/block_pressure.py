@@ -18,9 +18,10 @@ way: blocks that P has not written hold nothing. All rules are therefore D's:
    was preempted, say), reclaims early registrations, the newest first, as many as it needs. P
    answers that it gives them back, or that it has written by then. A request whose blocks were
    given back follows rule 2.
-4. If no early registration is left and nothing runs, a turn that is retained for the next request
-   of its conversation is revoked: a prefill engine will compute that prompt. A request that runs
-   alone and has no room to grow counts as one that finds no room.
+4. If no early registration is left and nothing has moved for TURN_SECONDS, a turn that is retained
+   for the next request of its conversation is revoked, also while other requests run: a prefill
+   engine will compute that prompt. A request that runs alone and has no room to grow counts as one
+   that finds no room.
 5. Some hosts cannot take a parked request back (vLLM with its own scheduler class ends it, or keeps
    blocks reserved for it). Such a host registers early only as long as the longest possible request
    still fits beside.
@@ -177,11 +178,11 @@ class HostBlockSupply:
         self._moved_at = self._clock()
 
     def may_revoke_turn(self, shortage: Shortage) -> bool:
-        """Return True every TURN_SECONDS while requests wait and nothing runs."""
+        """Return True every TURN_SECONDS while requests wait and nothing moves."""
         now = self._clock()
         if shortage is Shortage.BLOCKS_TO_GROW:
             return True
-        if self._running or now - max(self._moved_at, self._revoked_at) < TURN_SECONDS:
+        if now - max(self._moved_at, self._revoked_at) < TURN_SECONDS:
             return False
         self._revoked_at = now
         return True
