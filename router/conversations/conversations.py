@@ -371,6 +371,20 @@ class Conversations:
         unreachable = [one for one in map(Entry.from_bytes, dropped) if one is not None]
         return KeepOutcome(is_kept, unreachable)
 
+    async def end(self, tenant: str, given: str) -> Sequence[Entry] | None:
+        """End the conversation with this id, and return the entries of its last turns.
+
+        Returns None for an id that the tenant has not used. Keys of chats contain their messages,
+        so only the process that had the chat knows them. Raises StoreError.
+        """
+        session = _hash(tenant, "id", given)
+        keys = self._recent.end(session)
+        raws = [await self.store.take(key) for key in (session, *(keys or ()))]
+        found = [raw for raw in raws if raw is not None]
+        if keys is None and not found:
+            return None
+        return [entry for entry in map(Entry.from_bytes, found) if entry is not None]
+
     async def close(self) -> None:
         await self.store.close()
 
@@ -509,6 +523,11 @@ class RecentSessions:
             if common >= most and 2 * common >= turn.size:
                 found, most = turn.key, common
         return found if prompt.asked_before or most == prompt.asked else None
+
+    def end(self, session: str) -> Sequence[str] | None:
+        """Forget the session. Return the keys of its turns, or None if it is unknown."""
+        turns = self._sessions.pop(session, None)
+        return None if turns is None else [turn.key for turn in turns]
 
     def forget(self, session: str, key: str) -> None:
         """Note that the entry under `key` is taken."""

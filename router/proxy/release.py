@@ -37,7 +37,7 @@ from router.openai.answers import chunks_in
 from router.proxy.answer_check import PrefillAnswer
 from router.proxy.kv_params import KvParams, with_field
 from router.proxy.request import COMPLETIONS, KV_PARAMS, Body, Request
-from router.proxy.side_requests import one_token_body, send_side_request
+from router.proxy.side_requests import Cause, one_token_body, send_side_request
 from router.telemetry.logs import LogThrottle
 from router.telemetry.metrics import Metrics
 
@@ -121,7 +121,7 @@ class KvReleaser:
         if the engine had finished by then."""
         self._spawn(self._release_late_turn(request, engine, answer))
 
-    def release_turn(self, request: Request, entry: Entry) -> None:
+    def release_turn(self, request: Cause, entry: Entry) -> None:
         """Release the retained KV of a turn at its decode engine, if the engine supports that."""
         decoder = self._fleet.find_alive(entry.decoder)
         if decoder is not None and decoder.capabilities.supports_release:
@@ -219,11 +219,11 @@ class KvReleaser:
             outcome = "failed"
         return outcome
 
-    async def _release_turn(self, request: Request, decoder: Engine, params: Body) -> None:
+    async def _release_turn(self, request: Cause, decoder: Engine, params: Body) -> None:
         status = await self._send(request, decoder, RELEASE_PATH, {KV_PARAMS: params})
         self._metrics.releases.labels("done" if status == 200 else "failed").inc()
 
-    async def _send(self, request: Request, engine: Engine, path: str, body: Body) -> int:
+    async def _send(self, request: Cause, engine: Engine, path: str, body: Body) -> int:
         """Send a side request and return the status of the answer, or 0 if there is none."""
         if engine.is_cooling or not self._take_budget(now()):
             return 0

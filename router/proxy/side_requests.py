@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import contextlib
 from time import monotonic as now
+from typing import Protocol
+
+from msgspec import Struct
 
 from router.fleet.engine import Engine
 from router.http_client.errors import UpstreamError
@@ -18,13 +21,31 @@ from router.proxy import messages
 from router.proxy.kv_protocols.protocol import Abort
 from router.proxy.messages import encode_body
 from router.proxy.request import COMPLETIONS, THRESHOLD, Body, Request
+from router.telemetry.record import Record
 
 SIDE_REQUEST_TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1024 * 1024
 
 
+class Cause(Protocol):
+    """The client request because of which the router sends one of its own."""
+
+    @property
+    def record(self) -> Record: ...
+
+    @property
+    def shared_headers(self) -> bytes: ...
+
+
+class ControlRequest(Struct, frozen=True):
+    """A client request that has no legs. See `Request` for the fields."""
+
+    record: Record
+    shared_headers: bytes
+
+
 async def send_side_request(
-    request: Request,
+    request: Cause,
     engine: Engine,
     path: str,
     body: Body,

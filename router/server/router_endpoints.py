@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 
 from router.auth.api_keys import ApiKey
 from router.common.exact_json import dumps
+from router.conversations.store import StoreError
 from router.conversations.stored_responses import UnknownResponseError
 from router.fleet.engine import LEGS, Engine, EngineRole
 from router.fleet.probes import MAX_ANSWER_BYTES, Model, models_in
@@ -32,6 +33,7 @@ from router.openai.errors import (
     ForbiddenModelError,
     NoEngineError,
     NotFoundError,
+    ResponseStoreError,
     UnknownModelError,
     UnsupportedTypeError,
     shape_of,
@@ -43,6 +45,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.key_limits import acquire_permit
 from router.proxy.model_aliases import ModelAliases
 from router.proxy.request import check_json, parse_body
+from router.proxy.side_requests import ControlRequest
 from router.server.content_coding import coding_of
 from router.server.middleware import CALLER
 from router.server.router_state import state_of
@@ -165,7 +168,32 @@ def servable_models(
     return [model for name, model in found.items() if name in complete]
 
 
-# Stored responses.
+# Conversations and stored responses.
+
+
+@router.delete(
+    "/v1/conversations/{name:path}",
+    summary="End a conversation: no engine retains KV for its next turn",
+    tags=["OpenAI"],
+)
+async def end_conversation(name: str, request: Request) -> Response:
+    gateway = state_of(request.app).gateway
+    conversations, ended = gateway.conversations, None
+    try:
+        if conversations is not None:
+            ended = await conversations.end(_tenant(request), name)
+    except StoreError as error:
+        raise ResponseStoreError(
+            "the conversation store failed: the conversation cannot be ended now"
+        ) from error
+    if ended is None:
+        raise NotFoundError(f"Conversation with id '{name[:128]}' not found.")
+    given, path = request.scope["headers"], request.scope["path"]
+    shared = messages.header_lines(given, gateway.not_to_engine) + gateway.engine_line
+    cause = ControlRequest(Record(path, now(), read_request_id(given)), shared)
+    for entry in ended:
+        gateway.releaser.release_turn(cause, entry)
+    return JSONResponse({"id": name, "object": "conversation.deleted", "deleted": True})
 
 
 @router.get(f"{RESPONSES_PATH}/{{name}}", summary="Get a stored response", tags=["OpenAI"])

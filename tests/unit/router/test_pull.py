@@ -8,6 +8,13 @@ from scripts.mock_engine import MockEngine
 from tests.unit.router.harness import Router
 from tests.unit.router.mock_engine import PARAMS, USUAL
 
+# vLLM's KvHintsEnvelope, by the name that its engines have for it.
+HINTS = {
+    "protocol_version": "1",
+    "message_id": "1",
+    "actions": [{"action_id": "1", "action_type": "x", "action_version": "1", "payload": {"a": 1}}],
+}
+
 
 async def test_the_prefiller_is_asked_for_one_token_and_to_keep_its_blocks(
     router: Router, p: MockEngine
@@ -21,6 +28,7 @@ async def test_the_prefiller_is_asked_for_one_token_and_to_keep_its_blocks(
         n=1,
         logit_bias={"5": 1.5},
         seed=2**63,
+        kv_hints=HINTS,
     )
     assert p.last.json == {
         "model": "m",
@@ -31,6 +39,7 @@ async def test_the_prefiller_is_asked_for_one_token_and_to_keep_its_blocks(
         "cache_hit_threshold": 0,
         "logit_bias": {"5": 1.5},
         "seed": 2**63,
+        "kv_hints": HINTS,
         "kv_transfer_params": {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -45,7 +54,7 @@ async def test_the_prefiller_is_asked_for_one_token_and_to_keep_its_blocks(
 async def test_the_decoder_gets_the_request_and_the_prefillers_params_and_keeps_nothing(
     router: Router, d: MockEngine
 ) -> None:
-    answer = await router.complete(min_tokens=3, unknown={"x": [1]})
+    answer = await router.complete(min_tokens=3, kv_hints=HINTS)
     assert answer.status_code == 200
     assert answer.json() == USUAL
     assert d.last.json == {
@@ -53,7 +62,7 @@ async def test_the_decoder_gets_the_request_and_the_prefillers_params_and_keeps_
         "prompt": "hello",
         "max_tokens": 7,
         "min_tokens": 3,
-        "unknown": {"x": [1]},
+        "kv_hints": HINTS,
         "cache_hit_threshold": 0,
         "kv_transfer_params": {**PARAMS, "retain": False},
     }

@@ -12,6 +12,7 @@ from router.conversations.store import MemoryStore
 from router.fleet.engine import Engine, EngineRole
 from router.proxy.relay import TurnTail
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
+from tests.redis_server import PASSWORD, running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
@@ -291,3 +292,40 @@ async def test_no_release_goes_to_an_overloaded_engine_or_beyond_the_retry_budge
         for engine in (d, *others):
             is_after_answer = [is_release(request) for request in engine.requests][-1:]
             assert is_after_answer in ([], [False])
+
+
+@pytest.mark.parametrize("kind", ["chats", "text", "chats in Redis"])
+async def test_conversation_that_its_client_ends_is_released_and_forgotten(
+    start_router: StartRouter, p: MockEngine, d: MockEngine, kind: str
+) -> None:
+    """Two chats under one id, or a text; only the tenant that has used the id may end it."""
+    mine, path = {"authorization": "Bearer mine"}, "/v1/conversations/an%2Fid"
+    other = [{"role": "user", "content": "a title, please"}]
+    d.identity = CAPABLE
+    stored: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        if kind == "chats in Redis":
+            redis = stack.enter_context(running_redis())
+            stored = {"conversation_store": f"redis://127.0.0.1:{redis.port}"}
+            stored |= {"conversation_store_password": PASSWORD, "conversation_store_timeout": 10}
+        router = await start_router(**stored)
+        await heard(router, EngineRole.DECODE)
+        for messages in (ASKED, other) if "chats" in kind else ():
+            await chat(router, messages, mine, conversation_id="an/id")
+        if kind == "text":
+            body = {"model": "m", "prompt": "how are you?", "conversation_id": "an/id"}
+            await router.client.post("/v1/completions", json=body, headers=mine)
+        refused = await router.client.delete(path, headers={"authorization": "Bearer other"})
+        assert refused.status_code == 404
+        assert refused.json()["error"]["message"] == "Conversation with id 'an/id' not found."
+        assert given_back(d) == []
+        ended = await router.client.delete(path, headers=mine)
+        assert ended.json() == {"id": "an/id", "object": "conversation.deleted", "deleted": True}
+        await eventually(lambda: given_back(d) == [KEPT] * (1 if kind == "text" else 2))
+        assert d.last.header("authorization") == "Bearer mine"
+        assert (await router.client.delete(path, headers=mine)).status_code == 404
+        await chat(router, AGAIN, mine, conversation_id="an/id")
+        assert (offered(p), turns(router, "hit")) == (None, 0)
+        if kind == "chats in Redis":
+            stack.close()
+            assert (await router.client.delete(path, headers=mine)).status_code == 503
