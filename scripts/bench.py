@@ -8,6 +8,7 @@ first-token  a prefiller's own first token, handed over or sampled again
 compare      one engine, and a prefill and a decode engine with as many threads
 reconcile    what a fleet that changes costs the event loop
 fleet        routing policies in a simulated fleet
+retention    how long turns stay in caches: LRU, leases, exact knowledge of the future
 field        this router's choices of engines beside Dynamo's and vllm-router's
 step-budget  how long prompts delay running answers, at engines that run
 vllm-scheduler  what our connector costs vLLM's scheduler process, beside stock
@@ -29,6 +30,7 @@ MODULES = {
     "compare": "scripts.benchmarks.compare",
     "reconcile": "scripts.benchmarks.reconcile",
     "fleet": "scripts.benchmarks.fleet",
+    "retention": "scripts.benchmarks.retention",
     "field": "scripts.benchmarks.field",
     "vllm-scheduler": "scripts.benchmarks.vllm_scheduler",
     "step-budget": "tests.vllm.gaps",

@@ -11,8 +11,8 @@
 A trace of Mooncake's format, and the shape `changing`, are replayed at their own times. One line
 for each combination: goodput (the share of requests within all goals), TTFT, TPOT, the 99th
 percentile of each request's gaps between tokens and the worst gap of all, tokens found in prefix
-caches and lent by other engines, tokens of last turns that their decoder has (`kept`) and `more` if
-it retained turns, jobs that one engine did alone, and the busiest prefiller beside the mean one.
+caches and lent by other engines, jobs that one engine did alone, and the busiest prefiller beside
+the mean one.
 With --seeds, goodput is a mean with its 95 % confidence interval (`+-`). `changing` has the goodput
 of each phase, too. All follows from --seed alone.
 """
@@ -38,7 +38,7 @@ from scripts.benchmarks.traces import SHAPES, Arrival, TraceError, at_load, chan
 HEADER = (
     f"{'shape':<9} {'load':>4} {'fleet':>9} {'prefill by':<12} {'decode by':<12} {'remote':>6} "
     f"{'goodput':>7} {'TTFT ms p50':>11} {'p99':>6} {'TPOT':>5} {'gap p99':>7} {'worst':>5} "
-    f"{'hits P':>6} {'D':>4} {'lent':>4} {'kept':>4} {'more':>4} "
+    f"{'hits P':>6} {'D':>4} {'lent':>4} "
     f"{'alone':>5} {'max/mean P':>10} {'mix':>4} {'+-':>5} by phase"
 )
 CHANGING = "changing"
@@ -129,16 +129,13 @@ def line(
     worst = 1000 * max(one.worst for one in answers)
     asked = max(1, sum(engine.asked for engine in prefillers or decoders))
     lent = sum(e.borrowed for e in (*prefillers, *decoders)) / asked
-    last = max(1, sum(one.last_tokens for one in outcomes))
-    kept = sum(one.kept_tokens for one in outcomes) / last
-    more = sum(one.retained_tokens for one in outcomes) / last
     alone = sum(one.alone for one in outcomes) / max(1, sum(one.jobs for one in outcomes))
     by_phase = " ".join(_interval(one) for one in phases) if len(phases) > 1 else ""
     return (
         f"{shape[:9]:<9} {setup.load:>4g} {_fleet(setup):>9} {setup.prefill_policy:<12} "
         f"{setup.decode_policy:<12} {_remote(setup):>6} {mean(goodput):>7.3f} "
         f"{ttft[0]:>11.0f} {ttft[1]:>6.0f} {tpot:>5.1f} {gap:>7.0f} {worst:>5.0f} "
-        f"{_hits(prefillers):>6.0%} {_hits(decoders):>4.0%} {lent:>4.0%} {kept:>4.0%} {more:>4.0%} "
+        f"{_hits(prefillers):>6.0%} {_hits(decoders):>4.0%} {lent:>4.0%} "
         f"{alone:>5.0%} {_imbalance(prefillers):>10.2f} {setup.speed.mixing:>4g} "
         f"{_interval(goodput)[6:]:>5} {by_phase}".rstrip()
     )

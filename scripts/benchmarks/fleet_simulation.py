@@ -28,7 +28,7 @@ from router.routing.holders import MIN_BORROWED_TOKENS, HolderFinder, NamedHolde
 from router.routing.local_prefill import find_cheapest
 from router.routing.pair_choice import choose_pair
 from router.routing.policy import Candidate, LoadBound, Policy, RoutingQuery
-from router.routing.prompt_chunks import MAX_CHUNKS, TOKENS_PER_CHUNK
+from router.routing.prompt_chunks import MAX_CHUNKS
 from router.routing.route import POLICIES, PREFILL_POLICIES
 from scripts.benchmarks.simulated_engine import (
     BATCH_TOKENS,
@@ -48,8 +48,6 @@ WARM_UP_SHARE = 0.2
 SAMPLED_ARRIVALS = 2000
 # Seconds between two reports of what engines have moved: as the prober reads them.
 TRANSFERS_INTERVAL_S = 20.0
-# The defaults of retained_blocks_share and decoder_kv_blocks_ttl.
-RETAINED_SHARE, RETAINED_S = 0.5, 480.0
 
 
 @dataclass(slots=True, eq=False)
@@ -272,12 +270,6 @@ class Outcome:
     jobs: int = 0
     alone: int = 0
     """Jobs that a decode engine did alone."""
-    last_tokens: int = 0
-    """The tokens of last turns, when the next turn arrives."""
-    kept_tokens: int = 0
-    """Those that the last turn's decode engine has in its cache by then."""
-    retained_tokens: int = 0
-    """Those that it would have only if it retained turns."""
 
 
 class Simulation:
@@ -299,8 +291,6 @@ class Simulation:
         self._totals: dict[tuple[str, str], TransferTotals] = {}
         self._idle_at: dict[tuple[str, str], float] = {}
         """When the last transfer of each pair ends."""
-        self._turns: dict[str, tuple[Engine, Sequence[int], float]] = {}
-        """The last answer of each conversation: its engine, chunks and time, oldest first."""
         engines = (*self.prefillers, *self.decoders)
         self.routers = [Router(setup, engines) for _ in range(setup.routers)]
         self.outcome = Outcome(self.prefillers, self.decoders)
@@ -379,7 +369,6 @@ class Simulation:
             self._restart()
         self._jobs.append(job)
         job.arrived = self._now
-        self._count_turn(job)
         routers = self.routers
         router = routers[0] if len(routers) == 1 else self._random.choice(routers)
         if self.setup.by_conversation and job.session:
@@ -415,21 +404,6 @@ class Simulation:
         remote = PlaceLoad(model, prefiller.engine.step_tokens, 0, queued_s=prefiller.queued[0])
         uncached = router.uncached(prefiller, task.query)
         return decoder if cost < remote.remote_cost(uncached, tokens) else None
-
-    def _count_turn(self, job: Job) -> None:
-        """Count what the decode engine of the last turn has of it: in its prefix cache, or at least
-        if it retained the newest turns in RETAINED_SHARE of its KV cache for RETAINED_S."""
-        if job.session not in self._turns:
-            return
-        engine, chunks, at = self._turns[job.session]
-        outcome, last = self.outcome, len(chunks) * TOKENS_PER_CHUNK
-        held = engine.cache.held(chunks)
-        room = RETAINED_SHARE * engine.speed.kv_tokens
-        newer = (len(c) for one, c, ended in self._turns.values() if one is engine and ended >= at)
-        is_retained = self._now < at + RETAINED_S and sum(newer) * TOKENS_PER_CHUNK <= room
-        outcome.last_tokens += last
-        outcome.kept_tokens += held
-        outcome.retained_tokens += last - held if is_retained else 0
 
     def _stay(self, task: Task) -> None:
         self.outcome.alone += 1
@@ -585,8 +559,6 @@ class Simulation:
     def _answered(self, task: Task) -> None:
         job = task.job
         task.decoder.add_load(-1, -job.tokens)
-        self._turns.pop(job.session, None)
-        self._turns[job.session] = task.decoder.engine, job.after, self._now
         self._done += 1
         if self._done > self._counted_from:
             gaps = sorted(task.gaps, reverse=True)
