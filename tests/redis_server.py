@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.conftest import find_free_ports
 
@@ -28,14 +29,19 @@ class RedisServer:
         return f"redis://127.0.0.1:{self.port}"
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of a router that shares it with others."""
+        return {
+            "conversation_store": self.url,
+            "conversation_store_password": self.password,
+            "conversation_store_key": KEY,
+            "conversation_store_timeout": 10,  # a busy machine is no Redis that fails
+        }
+
+    @property
     def options(self) -> list[str]:
-        """What a router is told of it, which shares it with others."""
-        return [
-            f"--conversation-store={self.url}",
-            f"--conversation-store-password={self.password}",
-            f"--conversation-store-key={KEY}",
-            "--conversation-store-timeout=10",  # a busy machine is no Redis that fails
-        ]
+        """The same as options of the command."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
 
     def keys(self, pattern: str = "*") -> list[str]:
         return self.cli("keys", pattern).split()

@@ -10,8 +10,10 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import pytest
 from scripts.mock_engine import DONE, MockEngine, Peer, Received
 from tests.clients.conftest import scripted_stack
 from tests.integration.processes import Server
+from tests.integration.talk import turns
 from tests.unit.router.conversations.engines import KEPT, PROOF, delta, prefilling, sse
 from tests.unit.router.openai.chats import chunk, usage, whole
 
@@ -44,17 +47,20 @@ CLAUDE_CODE = str(EXAMPLES / "claude_code.sh")
 CODEX = str(EXAMPLES / "codex.sh")
 OPENCODE = str(EXAMPLES / "opencode.sh")
 AGENT_TIMEOUT_S = 250
+LEASE_S, PAUSE_S = 1, 3
 
 
-async def scripted_decode(request: Received, peer: Peer) -> None:
-    """Call a shell tool twice where one is offered; after the results, repeat them."""
+async def scripted_decode(pause_s: int, request: Received, peer: Peer) -> None:
+    """Call a shell tool twice where one is offered; after the results, repeat them. With a pause,
+    the tools take longer than the engine retains the turn."""
+    retained = RETAINED | ({"retained_until": time.time() + LEASE_S} if pause_s else {})
     body = request.json
     results = [m["content"] for m in body["messages"] if m["role"] == "tool"]
-    calls = [] if results else shell_calls(body.get("tools") or ())
+    calls = [] if results else shell_calls(body.get("tools") or (), pause_s)
     if not calls:
         texts = results or [body["messages"][-1]["content"]]
         text = f"The files say: {' and '.join(text_of(one)[-1000:] for one in texts)}"
-        await answer(request, peer, [{"content": text}], "stop")
+        await answer(request, peer, [{"content": text}], "stop", retained)
         return
     deltas: list[dict[str, Any]] = [{"reasoning": "I look."}, {"content": "Looking."}]
     if body.get("stream"):
@@ -67,7 +73,7 @@ async def scripted_decode(request: Received, peer: Peer) -> None:
                        for index, piece in enumerate(pieces)]  # fmt: skip
     else:
         deltas.append({"tool_calls": calls})
-    await answer(request, peer, deltas, "tool_calls")
+    await answer(request, peer, deltas, "tool_calls", retained)
 
 
 def text_of(content: object) -> str:
@@ -76,8 +82,9 @@ def text_of(content: object) -> str:
     return str(content)
 
 
-def shell_calls(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def shell_calls(tools: Sequence[Mapping[str, Any]], pause_s: int) -> list[dict[str, Any]]:
     """Return a call for each file, of the first tool that is a shell."""
+    scripts = [f"cat {name}; sleep {pause_s}" for name in NOTES]
     for tool in tools:
         function = tool["function"]
         properties = function.get("parameters", {}).get("properties", {})
@@ -85,7 +92,7 @@ def shell_calls(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             if key in properties and not function["name"].endswith("stdin"):
                 is_list = properties[key].get("type") == "array"
                 more = {"description": "Read it"} if "description" in properties else {}
-                commands = [["cat", name] if is_list else f"cat {name}" for name in NOTES]
+                commands = [["sh", "-c", one] if is_list else one for one in scripts]
                 arguments = [json.dumps({key: command, **more}) for command in commands]
                 return [
                     {
@@ -99,16 +106,22 @@ def shell_calls(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return []
 
 
-async def answer(request: Received, peer: Peer, deltas: list[dict[str, Any]], finish: str) -> None:
+async def answer(
+    request: Received,
+    peer: Peer,
+    deltas: list[dict[str, Any]],
+    finish: str,
+    retained: dict[str, Any],
+) -> None:
     if request.json.get("stream"):
         head = chunk({"role": "assistant", "content": ""})
-        end = sse(delta({}, finish, kv_transfer_params=RETAINED))
+        end = sse(delta({}, finish, kv_transfer_params=retained))
         await peer.stream(head, *map(chunk, deltas), end, usage(), DONE)
         return
     message: dict[str, Any] = {}
     for one in deltas:
         message |= one
-    await peer.answer(whole(message, finish) | {"kv_transfer_params": RETAINED})
+    await peer.answer(whole(message, finish) | {"kv_transfer_params": retained})
 
 
 @dataclass(frozen=True)
@@ -117,18 +130,20 @@ class Scripted:
     prefiller: MockEngine
     decoder: MockEngine
     home: Path
+    pause_s: int
 
 
-@pytest.fixture
-async def scripted(tmp_path: Path) -> AsyncIterator[Scripted]:
+@pytest.fixture(params=[0, PAUSE_S], ids=["at once", "after the lease"])
+async def scripted(tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Scripted]:
     logs, home = tmp_path / "logs", tmp_path / "home"
     logs.mkdir()
     home.mkdir()
     for name, content in NOTES.items():
         (home / name).write_text(f"{content}\n")
     prefill, alias = prefilling(prefix_proof=PROOF), f"claude-*={MODEL}"
-    async with scripted_stack(prefill, scripted_decode, logs, "--model-alias", alias) as stack:
-        yield Scripted(*stack, home)
+    decode = partial(scripted_decode, request.param)
+    async with scripted_stack(prefill, decode, logs, "--model-alias", alias) as stack:
+        yield Scripted(*stack, home, request.param)
 
 
 def installed(name: str) -> Path:
@@ -175,7 +190,8 @@ async def run_agent(scripted: Scripted, name: str, *command: str, **variables: s
 
 def assert_loop_was_whole(scripted: Scripted, printed: str) -> None:
     """The agent ran both tools, sent their results, and printed the answer. The prompt with the
-    results reused the KV of the turn that called the tools, although a title may share its id."""
+    results reused the KV of the turn that called the tools, although a title may share its id,
+    unless the lease of that turn had expired."""
     bodies = [request.json for request in scripted.decoder.requests]
     results = [
         [text_of(message["content"]) for message in body["messages"] if message["role"] == "tool"]
@@ -185,12 +201,15 @@ def assert_loop_was_whole(scripted: Scripted, printed: str) -> None:
         len(found) == 2 and all(map(str.__contains__, found, NOTES.values())) for found in results
     )
     assert all(content in printed for content in NOTES.values())
-    (reusing,) = [
-        request.json
+    reusing = [
+        request.json["messages"]
         for request in scripted.prefiller.requests
         if request.json["kv_transfer_params"]["remote_block_ids"]
     ]
-    assert any(message["role"] == "tool" for message in reusing["messages"])
+    assert len(reusing) == (scripted.pause_s == 0)
+    assert all(any(message["role"] == "tool" for message in messages) for messages in reusing)
+    expired = turns(scripted.router, "expired")
+    assert (expired > 0) == (scripted.pause_s > 0)
 
 
 def longest_answer(scripted: Scripted) -> int:

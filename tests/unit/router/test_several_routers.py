@@ -23,13 +23,7 @@ PROMPT = "A long system prompt that many users share. " * 200
 async def routers(
     count: int, redis: RedisServer, ps: list[MockEngine], d: MockEngine, **changes: Any
 ) -> AsyncIterator[list[Router]]:
-    usual = {
-        "prefill_policy": "prefix",
-        "conversation_store": redis.url,
-        "conversation_store_password": redis.password,
-        "conversation_store_key": KEY,
-        "conversation_store_timeout": 10,
-    }
+    usual = {"prefill_policy": "prefix", **redis.settings}
     async with contextlib.AsyncExitStack() as stack:
         made = []
         for _ in range(count):

@@ -25,13 +25,7 @@ EVIL = {**KEPT, "remote_host": "planted.example", "remote_engine_id": "planted"}
 @pytest.fixture
 async def shared(p: MockEngine, d: MockEngine, redis: RedisServer) -> AsyncIterator[Router]:
     p.usual, d.usual = prefilling(), decoding()
-    changes = {
-        "conversation_store": redis.url,
-        "conversation_store_password": redis.password,
-        "conversation_store_key": KEY,
-        "conversation_store_timeout": 10,
-    }
-    async with running_router(settings_for(p=[p], d=[d], **changes)) as router:
+    async with running_router(settings_for(p=[p], d=[d], **redis.settings)) as router:
         await eventually(lambda: not router.gateway.fleet.unavailable_roles())
         yield router
 

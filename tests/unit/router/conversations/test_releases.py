@@ -12,7 +12,7 @@ from router.conversations.store import MemoryStore
 from router.fleet.engine import Engine, EngineRole
 from router.proxy.relay import TurnTail
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk, is_release
-from tests.redis_server import PASSWORD, running_redis
+from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import KEPT, PROOF, decoding, prefilling, stream
 from tests.unit.router.conversations.store_wrapper import StoreWrapper
@@ -305,9 +305,7 @@ async def test_conversation_that_its_client_ends_is_released_and_forgotten(
     stored: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         if kind == "chats in Redis":
-            redis = stack.enter_context(running_redis())
-            stored = {"conversation_store": f"redis://127.0.0.1:{redis.port}"}
-            stored |= {"conversation_store_password": PASSWORD, "conversation_store_timeout": 10}
+            stored = stack.enter_context(running_redis()).settings
         router = await start_router(**stored)
         await heard(router, EngineRole.DECODE)
         for messages in (ASKED, other) if "chats" in kind else ():

@@ -12,7 +12,7 @@ import pytest
 
 from router.fleet.engine import EngineRole, Intent
 from scripts.mock_engine import DONE, STREAM_HEAD, MockEngine, Peer, Received, chunk
-from tests.redis_server import PASSWORD, running_redis
+from tests.redis_server import running_redis
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.conversations.engines import (
     KEPT,
@@ -223,12 +223,7 @@ async def test_a_title_that_is_asked_for_beside_the_chat_costs_the_chat_nothing(
     async with AsyncExitStack() as stack:
         options: dict[str, Any] = {}
         if stored == "redis":
-            redis = stack.enter_context(running_redis())
-            options = {
-                "conversation_store": f"redis://127.0.0.1:{redis.port}",
-                "conversation_store_password": PASSWORD,
-                "conversation_store_timeout": 10,
-            }
+            options = stack.enter_context(running_redis()).settings
         router = await start_router(**options)
         await asyncio.gather(chat(router, ASKED), chat(router, TITLE))
         await chat(router, AGAIN)

@@ -590,13 +590,7 @@ async def test_what_is_left_out_is_logged_once(
 @pytest.mark.slow
 async def test_another_router_goes_on_with_it(p: MockEngine, d: MockEngine) -> None:
     with running_redis() as redis:
-        shared = {
-            "conversation_store": redis.url,
-            "conversation_store_password": redis.password,
-            "conversation_store_key": "the same key at both routers",
-            "conversation_store_timeout": 20.0,
-        }
-        given = settings_for(p=[p], d=[d], **shared)
+        given = settings_for(p=[p], d=[d], **redis.settings)
         async with running_router(given) as one, running_router(given) as other:
             await eventually(lambda: not one.gateway.fleet.unavailable_roles())
             await eventually(lambda: not other.gateway.fleet.unavailable_roles())
