@@ -6,13 +6,16 @@
     python scripts/bench.py router --peer checkout --peer-flag=--ui  this commit with another flag
     python scripts/bench.py router --only unary paced-quarter --rounds 9
     python scripts/bench.py router --saturate                        with a full core, asked by wrk
+    python scripts/bench.py router --instructions --only unary turn  counted by callgrind, too
     python scripts/bench.py router --engines 100 --only agent        of a hundred engines
 
 All routers share one core; the mock engines and the load have the others. Rounds take turns, so
 that the machine's mood is the same for all, and figures are medians over rounds; a ratio is the
 median of the ratios within rounds. CPU is the kernel's account of all threads of the router.
 
-Exit status: 0 measured; 1 could not measure; 2 wrong options.
+Instructions are those of user space, background work included, which hardly depend on the machine.
+
+Exit status: 0 measured; 1 could not measure; 2 wrong options, or no valgrind for --instructions.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import re
 import resource
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -72,6 +76,9 @@ CLIENT_HEADERS = (("user-agent", "bench"), ("accept", "*/*"), ("authorization", 
 SATURATED = {"unary": 32, "32k": 32, "burst": 32, "paced": 512}
 """The connections with which wrk fills the routers' core, by case."""
 WRK_S, WRK_WARM_UP_S = 4, 1
+COUNTED_CLIENTS, COUNTED_REQUESTS = 8, 192
+CALLGRIND = ["valgrind", "--tool=callgrind", "--trace-children=yes", "--instr-atstart=no"]
+TOTAL = re.compile(r"^(?:totals|summary): (\d+)$", re.MULTILINE)
 BUSY = 0.9
 """Share of its core below which a router was not saturated."""
 WRK_ENDED = re.compile(r"^ended (\d+) (\d+) (\d+)$", re.MULTILINE)
@@ -150,11 +157,14 @@ def _turns(header: str) -> Requests:
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A router; or no router at all, without `port` and `pid`."""
+    """A router; or no router at all, without `port` and `pid`. `counted` is the same router under
+    callgrind, which writes into files whose names begin with `counts`."""
 
     name: str
     port: int | None = None
     pid: int | None = None
+    counts: Path = Path()
+    counted: Contestant | None = None
 
     @property
     def cpu(self) -> float:
@@ -213,6 +223,25 @@ class Session:
             whole=_p50_and_p99(whole),
         )
 
+    async def count(self, case: Case, contestant: Contestant) -> float:
+        """Return the instructions of a request at a router under callgrind. Raises BenchError."""
+        case, total = replace(case, connections=COUNTED_CLIENTS), COUNTED_REQUESTS
+        with contextlib.ExitStack() as stack:
+            clients = [_Clients(n, [contestant.port or 0], case) for n in range(case.connections)]
+            for each in clients:
+                stack.callback(each.close)
+            _control_callgrind(contestant, "--instr=on")
+            await _drive(clients, total // 2)
+            _control_callgrind(contestant, "--zero")
+            await _drive(clients, total)
+        _control_callgrind(contestant, "--dump")
+        dumps = contestant.counts.parent.glob(f"{contestant.counts.name}.*[0-9]")
+        newest = max(dumps, key=lambda path: path.stat().st_mtime_ns)
+        found = TOTAL.search(newest.read_text())
+        if found is None:
+            raise BenchError(f"callgrind counted nothing of {contestant.name}")
+        return int(found[1]) / total
+
     async def saturate(self, case: Case, contestant: Contestant, share: float) -> Run:
         """Let wrk ask, which costs its own core least. Raises BenchError."""
         case = replace(case, connections=SATURATED.get(case.name, case.connections))
@@ -253,6 +282,11 @@ class _Clients:
 
 
 def _discard(piece: bytes) -> None: ...
+
+
+def _control_callgrind(contestant: Contestant, *command: str) -> None:
+    asked = ["callgrind_control", *command, str(contestant.pid)]
+    subprocess.run(asked, check=True, capture_output=True)
 
 
 async def _drive(clients: Sequence[_Clients], total: int) -> float:
@@ -322,10 +356,17 @@ def opened(options: argparse.Namespace) -> Iterator[Session]:
         prefiller, decoder = map(int, engines.log_lines()[0].split())
         session = Session(prefiller, decoder, [])
         for name in (OURS, *([options.peer] if options.peer else ())):
-            (port,) = free_ports(1)
-            router = family.start(name, _command(name, options, port, session), "", cores=[core])
-            asyncio.run(_wait_until_answering(router, port))
-            session.contestants.append(Contestant(name, port, router.process.pid))
+            made: Contestant | None = None
+            for is_counted in (True, False) if options.instructions else (False,):
+                (port,) = free_ports(1)
+                counts = family.directory / name
+                prefix = [*CALLGRIND, f"--callgrind-out-file={counts}"] if is_counted else []
+                command = [*prefix, *_command(name, options, port, session)]
+                router = family.start(name, command, "", cores=[core])
+                asyncio.run(_wait_until_answering(router, port))
+                made = Contestant(name, port, router.process.pid, counts, made)
+            assert made is not None
+            session.contestants.append(made)
         session.contestants += [] if options.saturate else [Contestant(DIRECT)]
         os.sched_setaffinity(0, others)
         stack.callback(os.sched_setaffinity, 0, given)
@@ -413,6 +454,9 @@ async def _measure_all(session: Session, options: argparse.Namespace) -> None:
     for name in options.only or (SATURATED if options.saturate else known):
         runs = await measure(session, known[name], options)
         found = {each.name: figures(runs, each.name) for each in session.contestants}
+        for each in session.contestants:
+            if each.counted is not None:
+                found[each.name]["instructions"] = await session.count(known[name], each.counted)
         print(f"\n{name}")
         for contestant, row in found.items():
             texts = (f"{figure} {value:.4g}" for figure, value in row.items())
@@ -428,6 +472,9 @@ async def _measure_all(session: Session, options: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
+    if options.instructions and shutil.which("valgrind") is None:
+        print("bench router: --instructions needs valgrind (apt-get install)", file=sys.stderr)
+        return 2
     try:
         if options.saturate and shutil.which("wrk") is None:
             raise BenchError("--saturate needs wrk (apt-get install wrk)")
@@ -457,5 +504,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=positive, default=5, help="runs of each contestant and case (5)")
     add("--share", type=float, default=1.0, help="of the usual number of requests (1)")
     add("--saturate", action="store_true", help="with the routers' core full, asked by wrk")
+    add("--instructions", action="store_true", help="also count them, with valgrind's callgrind")
     add("--json", type=Path, metavar="FILE", help="also write every run there")
     return parser
