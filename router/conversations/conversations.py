@@ -187,6 +187,9 @@ class Conversations:
         self._names = tuple(map(IdName.parse, given))
         self.fields = frozenset([name.field for name in self._names if name.field])
         self.headers = frozenset([name.header for name in self._names if name.header])
+        self._places: dict[bytes | str | None, int] = {
+            key: place for place, name in enumerate(self._names) for key in name
+        }
         self._recent = RecentSessions()
         self._returns = ReturnTracker()
         self._returns_in = ReturnTracker()  # of the chats of one session
@@ -283,7 +286,9 @@ class Conversations:
             return ()
         given = {name: value for name, value in reversed(headers) if value}  # the first one counts
         found: list[tuple[IdName, str]] = []
-        for name in self._names:
+        present = (self.headers & given.keys()) | (self.fields & body.keys())
+        for place in sorted({self._places[key] for key in present}):
+            name = self._names[place]
             text = given[name.header].decode("latin-1") if name.header in given else ""
             field = body.get(name.field) if name.field and not text else None
             if type(field) is int or isinstance(field, str):
@@ -460,10 +465,13 @@ def _tenant(*values: bytes) -> str:
 
 def _hash(*parts: str) -> str:
     """Hash the parts with their lengths, so that no two lists of parts are the same bytes."""
-    lengths_and_parts = [
-        b"%d:%b" % (len(raw := part.encode("utf-8", "surrogatepass")), raw) for part in parts
-    ]
-    return hashlib.blake2b(b"".join(lengths_and_parts), digest_size=20).hexdigest()
+    written = "".join([f"{len(part)}:{part}" for part in parts])
+    if not written.isascii():
+        encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
+        raw = b"".join([b"%d:%b" % (len(part), part) for part in encoded])
+    else:
+        raw = written.encode()
+    return hashlib.blake2b(raw, digest_size=20).hexdigest()
 
 
 class StoredTurn(NamedTuple):

@@ -141,6 +141,8 @@ class Prompt(Struct, frozen=True):
         return self.digests[count] if self.digests else _flat_digest(self.content[:count])
 
     def extends(self, prefix: PromptPrefix) -> bool:
+        if self.digests:
+            return self.digests[prefix.count : prefix.count + 1] == (prefix.digest,)
         return self.digest_at(prefix.count) == prefix.digest
 
     def with_answer(self, answer: AnswerChoice | None) -> PromptPrefix | None:
@@ -221,15 +223,12 @@ class Entry(Struct, frozen=True, tag_field="v", tag=VERSION, forbid_unknown_fiel
 
     def to_bytes(self) -> bytes:
         """Raises orjson.JSONEncodeError for params that are nested too deep."""
-        fields = {"v": VERSION, **asdict(self), "scope": asdict(self.scope)}
-        fields["prompts"] = [asdict(one) for one in self.prompts]
-        fields["whole"] = None if self.whole is None else asdict(self.whole)
-        fields["tokens"] = None if self.tokens is None else asdict(self.tokens)
+        fields = {"v": VERSION, **asdict(self)}
         for name in ("tokens", "reasoning"):  # which routers of an earlier version do not read
             if not fields[name]:
                 del fields[name]
         try:
-            return orjson.dumps(fields)
+            return orjson.dumps(fields, asdict)  # of each Struct in a field
         except orjson.JSONEncodeError:  # numbers that only `dumps` writes
             return dumps(fields)
 
@@ -384,14 +383,16 @@ def _chat(messages: list[Any], scope: ReuseScope, rewrites_history: bool) -> Pro
     has_media = False
     traceless = len(messages)
     for number, message in enumerate(messages, 1):
-        content = _message_bytes(message)
+        plain = _plain_bytes(message)
+        content = plain or _message_bytes(message)
         size += len(content)
         chain.append(_chained(chain[-1], content))
-        if isinstance(message, dict):
-            if type(message.get("content")) is list:
-                has_media = has_media or any(map(_is_media, message["content"]))
-            if number <= traceless and _has_reasoning(message):
-                traceless = number - 1
+        if not isinstance(message, dict) or (plain and "think>" not in message["content"]):
+            continue
+        if type(message.get("content")) is list:
+            has_media = has_media or any(map(_is_media, message["content"]))
+        if number <= traceless and _has_reasoning(message):
+            traceless = number - 1
     roles = [one.get("role") if isinstance(one, dict) else None for one in messages]
     asked = _asked_in(roles, len(roles))
     answered = _after_last_answer(roles, asked)
@@ -455,13 +456,20 @@ def _message_bytes(message: object) -> bytes:
 
     Raises orjson.JSONEncodeError for a message that is nested too deep.
     """
-    canonical = _canonical(message)
-    if isinstance(canonical, dict) and len(canonical) == 2:
-        role, content = canonical.get("role"), canonical.get("content")
-        if type(role) is str and type(content) is str:
-            # Most messages are so. This costs less than JSON, and no JSON is the same.
+    if not (plain := _plain_bytes(message)):
+        canonical = _canonical(message)
+        plain = _plain_bytes(canonical) or dumps(canonical, orjson.OPT_SORT_KEYS)
+    return plain
+
+
+def _plain_bytes(message: object) -> bytes:
+    """Return the bytes of a message that has only a role and a text, as most have, else b"". They
+    cost less than JSON, and no JSON is the same."""
+    if isinstance(message, dict) and len(message) == 2:
+        role, content = message.get("role"), message.get("content")
+        if role and content and type(role) is str and type(content) is str:
             return f"{len(role)} {role}{content}".encode("utf-8", "surrogatepass")
-    return dumps(canonical, orjson.OPT_SORT_KEYS)
+    return b""
 
 
 def _canonical(message: object) -> object:
@@ -469,8 +477,6 @@ def _canonical(message: object) -> object:
     if not isinstance(message, dict):
         return message
     content = message.get("content")
-    if len(message) == 2 and content and type(content) is str and message.get("role"):
-        return message  # most messages have only these
     kept = {
         name: value
         for name, value in message.items()

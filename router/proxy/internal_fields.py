@@ -12,7 +12,7 @@ stays.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import orjson
@@ -67,6 +67,7 @@ NESTED_FIELD = re.compile(
     % ("|".join(sorted(FIELDS)).encode(), FIELD_PREFIX.encode())
 )
 SYNTAX = re.compile(rb'\\.?|["{}\[\]]', re.DOTALL)
+NESTING = frozenset((dict, list))
 OPENING, CLOSING = (b"{", b"["), (b"}", b"]")
 # Bytes of a field's name with its colon that may be cut.
 SEAM_BYTES = 64
@@ -113,24 +114,31 @@ def mentions_internal_fields(text: bytes) -> bool:
     return FIELD_WITH_VALUE.search(text) is not None
 
 
+def count_internal_fields(text: bytes) -> int:
+    """Return how many such fields with a value are at most in an answer."""
+    return len(FIELD_WITH_VALUE.findall(text))
+
+
 def may_have_fields(text: bytes) -> bool:
     """Return False if certainly no such field is in the text, not even with the value null."""
     return FIELD.search(text) is not None
 
 
-def take_internal_fields(content: object) -> Json:
+def take_internal_fields(content: Json | list[Any]) -> Json:
     """Remove the fields from JSON content, however deep they are. Return those with a value."""
     taken: Json = {}
-    parts = [content]
+    parts: list[Json | list[Any]] = [content]
     while parts:
         part = parts.pop()
+        values: Iterable[Any] = part
         if isinstance(part, dict):
-            for name in [*filter(is_internal, part)]:
-                if value := part.pop(name):
-                    taken.setdefault(name, value)
-            parts += part.values()
-        elif isinstance(part, list):
-            parts += part
+            if not FIELDS.isdisjoint(part) or FIELD_PREFIX in ",".join(part):
+                for name in [*filter(is_internal, part)]:
+                    if value := part.pop(name):
+                        taken.setdefault(name, value)
+            values = part.values()
+        if not NESTING.isdisjoint(map(type, values)):  # a list of token ids may be long
+            parts += [one for one in values if isinstance(one, dict | list)]
     return taken
 
 

@@ -367,6 +367,8 @@ def _passing(headers: Sequence[Header], dropped: Container[bytes]) -> Sequence[H
     if ROUTING_HEADER_PREFIX in dropped:
         kept = [header for header in kept if not header[0].startswith(ROUTING_HEADER_PREFIX)]
     options = b",".join([value for name, value in headers if name == b"connection"]).lower()
+    if not options:
+        return kept
     named = {b"connection", *map(bytes.strip, options.split(b","))}
     return [header for header in kept if header[0] not in named]
 

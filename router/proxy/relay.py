@@ -53,6 +53,7 @@ from router.proxy.gateway import Gateway
 from router.proxy.id_resume import IdBuffer
 from router.proxy.internal_fields import (
     answer_without_internal_fields,
+    count_internal_fields,
     hide_fields_of_long_answer,
     mentions_internal_fields,
     take_fields_from_events,
@@ -61,7 +62,7 @@ from router.proxy.internal_fields import (
 from router.proxy.request import CLIENT_PARAMS, KV_PARAMS, PASSED, Request
 from router.proxy.resume_buffer import ResumeBuffer
 from router.proxy.run import Run
-from router.proxy.token_ids import RETURN_TOKEN_IDS, StreamedIds, take_token_ids
+from router.proxy.token_ids import MARK, RETURN_TOKEN_IDS, StreamedIds, take_token_ids
 from router.telemetry.logs import LogThrottle
 from router.telemetry.metrics import Metrics
 from router.telemetry.request_metrics import USAGE_SEARCH_BYTES, usage_in
@@ -204,11 +205,13 @@ async def deliver_turn(
     if not is_checked and (failure := failure_of(content, engine.role)) is not None:
         raise failure
     params = content.pop(KV_PARAMS, None)
-    others = take_internal_fields(content) if mentions_internal_fields(raw) else None
+    num_others = count_internal_fields(raw) - (params is not None)
+    others = take_internal_fields(content) if num_others else None
     token_ids: Sequence[int] | None = None
-    if run.bodies.returns_ids:
+    has_ids = run.bodies.returns_ids and raw.find(MARK) >= 0
+    if has_ids:
         token_ids = take_token_ids(content, request.body.get(RETURN_TOKEN_IDS) is True)
-    if params is not None or others or run.bodies.returns_ids:
+    if params is not None or others or has_ids:
         raw = _written(content)
     if run.retains_turn:
         engine.capabilities.note_whole_params(params is not None)

@@ -279,11 +279,10 @@ def _is_plainly_valid(body: Body, context: int | None) -> bool:
 def _stream_mode(request: Request, body: Body, default: str) -> str:
     mode = body.get(STREAM_FIELD)
     if mode is None:
-        mode = default
-        for name, value in request.exchange.headers:
-            if name == CONVERSATION_STREAM:
-                mode = value.decode("latin-1").lower() or default
-                break
+        mode, headers = default, request.exchange.headers
+        if CONVERSATION_STREAM in map(NAME, headers):
+            value = next(value for name, value in headers if name == CONVERSATION_STREAM)
+            mode = value.decode("latin-1").lower() or default
     if mode not in STREAM_MODES:
         raise BadRequestError(f"{STREAM_FIELD} must be one of {', '.join(STREAM_MODES)}")
     return str(mode)

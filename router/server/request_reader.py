@@ -195,9 +195,12 @@ class RequestReader:
         hosts = names.count(b"host")
         if hosts != 1 and (hosts or http_1_1):
             raise MalformedRequestError("a request has exactly one Host (RFC 9112, 3.2)")
-        codings = [value.strip().lower() for name, value in headers if name == TRANSFER_ENCODING]
-        if codings not in ([], [b"chunked"]):
-            raise UnknownCodingError("the only supported transfer coding is chunked")
+        if TRANSFER_ENCODING in names:
+            codings = [
+                value.strip().lower() for name, value in headers if name == TRANSFER_ENCODING
+            ]
+            if codings != [b"chunked"]:
+                raise UnknownCodingError("the only supported transfer coding is chunked")
         method, endpoint = parser.get_method(), None
         if method == b"POST":
             endpoint = PROXIED_PATHS.get(target) or _proxied_endpoint(target)

@@ -452,6 +452,8 @@ async def test_the_decoders_params_are_not_for_the_client(router: Router, d: Moc
     assert "kv_transfer_params" not in whole
     assert whole["choices"][0]["message"]["content"] == "fine"
     assert whole["usage"]["total_tokens"] == 602
+    d.usual = decoding({"disaggregated_params": {"a": 1}})  # beside the params that are taken
+    assert "disaggregated" not in (await chat(router, ASKED)).text
 
 
 async def test_text_that_speaks_of_params_passes_untouched(router: Router, d: MockEngine) -> None:
