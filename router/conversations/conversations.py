@@ -474,7 +474,7 @@ def _hash(*parts: str) -> str:
     return hashlib.blake2b(raw, digest_size=20).hexdigest()
 
 
-class StoredTurn(NamedTuple):
+class StoredTurn(Struct, frozen=True):
     """A turn that left an entry under `key`. Its prompt has `size` messages.
 
     `marks` are prefixes of its prompt, shortest first: the number of messages and their digest.

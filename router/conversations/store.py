@@ -13,8 +13,9 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+from msgspec import Struct
 from prometheus_client import Counter
 
 from router.telemetry.logs import LogThrottle
@@ -69,7 +70,7 @@ class Store(Protocol):
         """Close the connections. No other call follows."""
 
 
-class StoredValue(NamedTuple):
+class StoredValue(Struct, frozen=True, gc=False):
     value: bytes
     expires_at: float
 

@@ -30,6 +30,7 @@ from router.proxy.reasoning_names import BOTH, BothNamesExchange
 from router.proxy.relay import DONE
 from router.proxy.request import (
     CLIENT_PARAMS,
+    NAME,
     PASSED,
     SEVERAL,
     Request,
@@ -170,7 +171,7 @@ def _bodies_of(request: Request) -> LegBodies:
 
 def read_request_id(headers: Sequence[Header]) -> str:
     """Return the client's first valid X-Request-Id, or else a new id."""
-    if REQUEST_ID in dict(headers):
+    if REQUEST_ID in map(NAME, headers):
         for name, value in headers:
             if name == REQUEST_ID and VALID_REQUEST_ID.fullmatch(value):
                 return value.decode()

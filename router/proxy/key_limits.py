@@ -89,7 +89,8 @@ def count_used_tokens(request: Request, streamed: StreamedUsage | None) -> int:
     is_untouched = record.prefill_started is None and record.decode_started is None
     if is_untouched or record.outcome in UNCHARGED_OUTCOMES:
         return 0
-    prompt, completion, _ = tokens_of(record)
+    reported = tokens_of(record)
+    prompt, completion = reported.prompt, reported.completion
     if record.streamed and streamed is not None:
         completion = streamed.completion_tokens
         if request.decode_only_reason == PROMPT_LIST and not streamed.is_complete:

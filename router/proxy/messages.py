@@ -238,7 +238,7 @@ class LegBodies:
             if self.prompt_ids:
                 start += b'"prompt_token_ids":%s,' % self.prompt_ids
             retained = b'"retain":true}' if retains else b'"retain":false}'
-            fields.append(b'"kv_transfer_params":%b%b' % (start, retained))
+            fields.append(b"".join((b'"kv_transfer_params":', start, retained)))
         return self._with(fields)
 
     def passed(self) -> BodyHalves:

@@ -14,7 +14,6 @@ stock vLLM, which continues nothing, in one that makes another request (`id_resu
 from __future__ import annotations
 
 from time import monotonic as now
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -38,7 +37,7 @@ from router.proxy.retry import LegError
 from router.proxy.token_ids import RETURN_TOKEN_IDS
 
 
-class DecodeParams(NamedTuple):
+class DecodeParams(Struct, frozen=True):
     """The KV transfer params of one decode leg, the resume buffer that its stream fills, and
     whether its engine may return the answer instead of preempting it. `fields` replace the params
     where the engine knows no field of vLLM."""

@@ -38,8 +38,9 @@ from router.proxy.kv_params import KvParams
 from router.proxy.kv_protocols import protocol_of
 from router.proxy.kv_protocols.nixl_push import PUSHES, make_push
 from router.proxy.kv_protocols.protocol import LegPair, TransferProtocol
+from router.proxy.legs import ANSWERED as LEG_ANSWERED
+from router.proxy.legs import REJECTED as LEG_REJECTED
 from router.proxy.legs import (
-    DecodeLegResult,
     LegFailure,
     LegRefusal,
     PrefillOutcome,
@@ -109,6 +110,8 @@ class DecodePhase(Enum):
     """The only decode engine left is the prefill engine, which has the KV already."""
 
 
+ANSWERED = DecodePhase.ANSWERED
+
 # Label values of the metric decode_first_total.
 DECODE_FIRST_OUTCOMES = {
     DecodePhase.REJECTED: "rejected",
@@ -148,7 +151,8 @@ async def answer(run: Run) -> None:
 
 async def _prefill_and_decode(run: Run) -> None:
     """Run the strategy of two legs, and compare their first tokens."""
-    strategy = {PULL: pull, PUSH: push}.get(run.plan.mode, transfer)
+    mode = run.plan.mode
+    strategy = pull if mode is PULL else push if mode is PUSH else transfer
     canary = run.canary = choose_canary(run) if run.gateway.limits.kv_canary else None
     try:
         return await strategy(run)
@@ -223,7 +227,7 @@ async def pull(run: Run) -> None:
         except BaseException as cause:
             run.release_unread(params, cause)
             raise
-        if decoded is DecodePhase.ANSWERED:
+        if decoded is ANSWERED:
             return None
 
         # This KV is used up or abandoned. Prefill again, or do without.
@@ -464,9 +468,9 @@ async def _decode(run: Run, params: KvParams | None, threshold: float = 0.0) -> 
             return DecodePhase.SKIPPED
         leg_params = run.leg_params(params, decoder)
         outcome = await decode_leg(run, decoder, leg_params, threshold)
-        if outcome is DecodeLegResult.ANSWERED:
-            return DecodePhase.ANSWERED
-        if outcome is DecodeLegResult.REJECTED:
+        if outcome is LEG_ANSWERED:
+            return ANSWERED
+        if outcome is LEG_REJECTED:
             return DecodePhase.REJECTED
         if isinstance(outcome, LegRefusal):
             if resume.restart_answer() or go_back(run, decoder):

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
+from functools import lru_cache
 from http import HTTPStatus
 from time import monotonic as now
 from typing import Any, cast
@@ -354,7 +355,7 @@ class RouterProtocol(asyncio.Protocol):
         is_ending = self.gateway.tasks.is_draining or self._is_shutting_down
         if reader.next_is_invalid if reader.requests else is_ending:
             writer.keep_alive = False
-        lines = b"".join([b"%b: %b\r\n" % header for header in self._server.default_headers])
+        lines = _header_lines(*self._server.default_headers)
         return lines if writer.keep_alive else lines + CLOSE
 
     def finish_answer(self, writer: ResponseWriter) -> None:
@@ -606,6 +607,11 @@ class ResponseWriter(Struct, eq=False):
         if self.changed is not None:
             self.changed.set()
         self.connection.finish_answer(self)
+
+
+@lru_cache(maxsize=4)  # the date among them changes once a second
+def _header_lines(*headers: Header) -> bytes:
+    return b"".join([b"%b: %b\r\n" % header for header in headers])
 
 
 def _head(status: int, headers: Iterable[Header], lines: bytes) -> bytes:

@@ -18,6 +18,7 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from router.telemetry.record import Record
 
@@ -233,7 +234,7 @@ class AccessLine(Struct, frozen=True):
         """Return the line for a person: outcome, latencies, engines, reuse."""
         r = self._record
         parts = [f"{r.status} {r.endpoint.removeprefix('/v1/')}"]
-        prompt, completion, cached = r.tokens
+        prompt, completion, cached = astuple(r.tokens)
         if prompt is not None:
             parts.append(f"{prompt} tokens in" + (f", {completion} out" if completion else ""))
         if r.first_byte is not None and r.ended is not None:
@@ -255,6 +256,7 @@ class AccessLine(Struct, frozen=True):
     def _fields(self) -> AccessFields:
         r = self._record
         started, prefilled, first, end = r.started, r.prefill_done, r.first_byte, r.ended
+        tokens = r.tokens
         return AccessFields(
             REQUEST_ENDED,
             r.request_id,
@@ -274,7 +276,9 @@ class AccessLine(Struct, frozen=True):
             None if prefilled is None else int((prefilled - started) * 1000 + 0.5),
             None if first is None else int((first - started) * 1000 + 0.5),
             None if end is None else int((end - started) * 1000 + 0.5),
-            *r.tokens,
+            tokens.prompt,
+            tokens.completion,
+            tokens.cached,
             r.stage,
             r.error,
         )

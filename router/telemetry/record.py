@@ -6,10 +6,12 @@ from dataclasses import dataclass, field
 from random import getrandbits
 from typing import NamedTuple
 
+from msgspec import Struct
+
 SAMPLED = 0x01
 
 
-class Tokens(NamedTuple):
+class Tokens(Struct, frozen=True, gc=False):
     """Token counts of a request; None where unknown. `cached` prompt tokens came from a cache."""
 
     prompt: int | None

@@ -18,6 +18,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import astuple
 
 from router.telemetry.metric_types import MetricRegistry, Reading, nearest_rank
 from router.telemetry.record import UNKNOWN, Record, Tokens
@@ -288,7 +289,7 @@ class RequestMetrics:
             labels = self._pairs.get((model, group)) or self._labels_of(model, group)
             self.by_outcome.totals[endpoint, flow, status, outcome] += len(records)
             self._model_requests.totals[*labels, outcome] += len(records)
-            reported = zip(*[r.tokens for r in records], strict=True)
+            reported = zip(*[astuple(r.tokens) for r in records], strict=True)
             for counter, counts in zip(self._token_counters, reported, strict=True):
                 if total := sum(filter(None, counts)):
                     counter.totals[labels] += total

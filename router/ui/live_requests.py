@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import astuple
 from pydantic import BaseModel
 
 from router.proxy.recovery import CONSEQUENCES
@@ -220,7 +221,7 @@ class RequestSummary(BaseModel):
 def summarize_request(record: Record, worker: str, unix: float) -> RequestSummary:
     """Summarize a running or ended request of a worker. `unix` is the Unix time of clock zero."""
     has_ended = record.ended is not None
-    prompt, completion, cached = tokens_of(record)
+    prompt, completion, cached = astuple(tokens_of(record))
     counted = "usage"
     if completion is None:
         counted = "token ids" if record.streamed_tokens else "events"

@@ -8,7 +8,7 @@ import pytest
 
 from router.fleet.engine import BreakerRules
 from router.telemetry.metrics import Metrics
-from router.telemetry.record import UNKNOWN, Record
+from router.telemetry.record import UNKNOWN, Record, Tokens
 from router.telemetry.request_metrics import (
     MAX_BATCH_RECORDS,
     MAX_LABEL_PAIRS,
@@ -167,7 +167,7 @@ async def test_a_record_that_was_passed_on_holds_no_text_of_the_answer() -> None
 def test_a_count_that_is_none_hides_no_other(odd: str) -> None:
     counts = f'"prompt_tokens": 7, "completion_tokens": {odd}'
     usage = f'{{{counts}, "prompt_tokens_details": {{"cached_tokens": 3}}}}'
-    assert tokens_in(usage.encode()) == (7, None, 3)
+    assert tokens_in(usage.encode()) == Tokens(7, None, 3)
 
 
 async def stream_with_usage(request: Received, peer: Peer) -> None:

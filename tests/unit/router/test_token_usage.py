@@ -9,28 +9,28 @@ from router.telemetry.request_metrics import tokens_in, usage_in
 @pytest.mark.parametrize(
     ("told", "tokens"),
     [
-        (b'"usage":{"prompt_tokens":3,"completion_tokens":4},"x":{}}', (3, 4, None)),
-        (b'"usage": {"prompt_tokens" : 3}', (3, None, None)),
+        (b'"usage":{"prompt_tokens":3,"completion_tokens":4},"x":{}}', Tokens(3, 4, None)),
+        (b'"usage": {"prompt_tokens" : 3}', Tokens(3, None, None)),
         (
             b'{"prompt_tokens":9,"completion_tokens":7,"prompt_tokens_details":null}',
-            (9, 7, None),
+            Tokens(9, 7, None),
         ),
         (
             b'{"prompt_tokens":9,"prompt_tokens_details":{"cached_tokens":5}},"k":{"a":{}}}',
-            (9, None, 5),
+            Tokens(9, None, 5),
         ),
         (
             b'{"prompt_tokens_details":{"cached_tokens":5},"completion_tokens_details":'
             b'{"reasoning":{"a":1}},"prompt_tokens":9,"completion_tokens":7},"kv":{"a":{}}}',
-            (9, 7, 5),
+            Tokens(9, 7, 5),
         ),
-        (b'{"prompt_tokens":"many","completion_tokens":7}', (None, 7, None)),
+        (b'{"prompt_tokens":"many","completion_tokens":7}', Tokens(None, 7, None)),
         (b'{"prompt_tokens":-1}', UNKNOWN),
         (b'{"prompt_tokens":1' + b"0" * 30 + b"}", UNKNOWN),
         (b'{"prompt_tokens":1.5}', UNKNOWN),
         (b'{"prompt_tokens":1', UNKNOWN),
         (b'{"a":{"b":{"c":{', UNKNOWN),
-        (b'{"prompt_tokens":3,"a":"\xff"}', (3, None, None)),
+        (b'{"prompt_tokens":3,"a":"\xff"}', Tokens(3, None, None)),
         (b"}", UNKNOWN),
         (b"", UNKNOWN),
     ],
@@ -41,4 +41,4 @@ def test_what_is_told_is_read_and_nothing_else(told: bytes, tokens: Tokens) -> N
 
 def test_a_text_that_speaks_of_usage_is_none() -> None:
     answer = b'{"usage":{"prompt_tokens":3},"text":"\\"usage\\":{\\"prompt_tokens\\":9}"}'
-    assert tokens_in(usage_in(answer)) == (3, None, None)
+    assert tokens_in(usage_in(answer)) == Tokens(3, None, None)

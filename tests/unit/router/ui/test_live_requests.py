@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from router.telemetry.record import Record
+from router.telemetry.record import Record, Tokens
 from router.telemetry.request_metrics import tokens_of
 from router.ui.live_requests import (
     MAX_ENDED,
@@ -45,7 +45,7 @@ def test_to_look_at_a_request_that_runs_takes_none_of_its_tokens() -> None:
     running = record(prefill_usage=b'{"prompt_tokens":46}')
     assert summarize_request(running, "w", 0.0).prompt_tokens == 46
     running.usage, running.ended = b'{"prompt_tokens":46,"completion_tokens":5}', 101.0
-    assert tokens_of(running) == (46, 5, None), "the access line and metrics have all of them"
+    assert tokens_of(running) == Tokens(46, 5, None), "the access line and metrics have all of them"
     assert summarize_request(running, "w", 0.0).completion_tokens == 5
 
 
