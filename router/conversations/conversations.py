@@ -94,6 +94,9 @@ class RecallOutcome(StrEnum):
     STORE_FAILED = "store_failed"
 
 
+ENTRY, STORE_FAILED = RecallOutcome.ENTRY, RecallOutcome.STORE_FAILED
+
+
 class Turn(Struct, eq=False):
     """One request of a conversation.
 
@@ -307,7 +310,7 @@ class Conversations:
                     self._recent.forget(turn.session, key)
         except StoreError as error:
             foreign = isinstance(error, UnverifiedError)
-            turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED
+            turn.recalled = RecallOutcome.UNVERIFIED if foreign else STORE_FAILED
             return
         if raw is None:
             return
@@ -318,7 +321,7 @@ class Conversations:
         elif entry.expires_at <= self._clock():
             turn.recalled = RecallOutcome.EXPIRED
         else:
-            turn.recalled, turn.entry, turn.decision = RecallOutcome.ENTRY, entry, decision
+            turn.recalled, turn.entry, turn.decision = ENTRY, entry, decision
             turn.answer_change = find_answer_change(entry, turn.prompt)
             turn.retains = True
             self._returns_in.note_return(turn.session)

@@ -254,6 +254,9 @@ class ReuseMatch(StrEnum):
     MISMATCH = "mismatch"
 
 
+HIT, CUT, MISMATCH = ReuseMatch
+
+
 class ReuseDecision(Struct, frozen=True):
     """How much KV a prompt may use, and why not more.
 
@@ -270,13 +273,13 @@ def decide_reuse(entry: Entry, prompt: Prompt) -> ReuseDecision:
     """Decide how much of the entry's KV a request with this prompt may use."""
     scope = prompt.scope
     if scope.model != entry.scope.model:
-        return ReuseDecision(ReuseMatch.MISMATCH, "model")
+        return ReuseDecision(MISMATCH, "model")
     if prompt.kind != entry.kind:
-        return ReuseDecision(ReuseMatch.MISMATCH, "history")
+        return ReuseDecision(MISMATCH, "history")
     if scope.tools != entry.scope.tools:
-        return ReuseDecision(ReuseMatch.MISMATCH, "tools")
+        return ReuseDecision(MISMATCH, "tools")
     if scope.template != entry.scope.template:
-        return ReuseDecision(ReuseMatch.MISMATCH, "template")
+        return ReuseDecision(MISMATCH, "template")
     tokens = 0
     for prefix in entry.prompts:
         if prefix.count <= prompt.traceless and prompt.extends(prefix):
@@ -288,8 +291,8 @@ def decide_reuse(entry: Entry, prompt: Prompt) -> ReuseDecision:
     elif prompt.traceless < entry.whole.count:
         reason = "reasoning"
     else:
-        return ReuseDecision(ReuseMatch.HIT, "", tokens)
-    return ReuseDecision(ReuseMatch.CUT if tokens else ReuseMatch.MISMATCH, reason, tokens)
+        return ReuseDecision(HIT, "", tokens)
+    return ReuseDecision(CUT if tokens else MISMATCH, reason, tokens)
 
 
 def find_answer_change(entry: Entry, prompt: Prompt) -> str:

@@ -13,9 +13,17 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from router.conversations.conversations import Turn
-from router.conversations.entry import MAX_COUNT, Entry, ReuseDecision, ReuseMatch
+from router.conversations.entry import (
+    CUT,
+    HIT,
+    MAX_COUNT,
+    MISMATCH,
+    Entry,
+    ReuseDecision,
+    ReuseMatch,
+)
 from router.fleet.capabilities import dp_rank_of, strip_dp_rank
-from router.fleet.engine import DECODE, PREFILL, Engine, Intent
+from router.fleet.engine import DECODE, PREFILL, SERVING, Engine
 from router.fleet.fleet import Fleet
 from router.openai.answers import Json
 from router.routing.policy import LoadBound
@@ -87,7 +95,7 @@ class TurnReuse(Struct, frozen=True):
         if entry is None or decision is None:
             return TurnOffer(self.outcome, self.reason)
         if prefiller.group != self.group:
-            return TurnOffer(ReuseMatch.MISMATCH, "group")
+            return TurnOffer(MISMATCH, "group")
         if prefiller.name == entry.decoder:  # of both roles: the KV is in its own cache
             return TurnOffer(decision.match, decision.reason)
         if decision.reason == "model":
@@ -95,11 +103,11 @@ class TurnReuse(Struct, frozen=True):
         verifies = prefiller.capabilities.verifies_prefix
         if entry.params.get("revocable") is True and not verifies:
             # The engine could not detect that the decode engine has dropped the turn.
-            return TurnOffer(ReuseMatch.MISMATCH, "unproven")
-        is_whole = decision.match is ReuseMatch.HIT
+            return TurnOffer(MISMATCH, "unproven")
+        is_whole = decision.match is HIT
         is_proven = verifies and isinstance(entry.params.get("prefix_proof"), dict)
         if is_proven and (is_whole or not self.turn.prompt.has_media):
-            match = ReuseMatch.CUT if decision.reason in FOUND_BY_PREFIX_HASHES else decision.match
+            match = CUT if decision.reason in FOUND_BY_PREFIX_HASHES else decision.match
             return _offer_params(match, decision.reason, entry.params)
         if self.unproven == "tokens":
             return self._offer_equal_tokens(entry, decision, prompt_ids)
@@ -108,8 +116,8 @@ class TurnReuse(Struct, frozen=True):
         params = None if self.unproven == "off" else truncate_params(entry.params, decision.tokens)
         reason = decision.reason or "unproven"
         if params is None:
-            return TurnOffer(ReuseMatch.MISMATCH, reason)
-        return _offer_params(ReuseMatch.CUT, reason, params)
+            return TurnOffer(MISMATCH, reason)
+        return _offer_params(CUT, reason, params)
 
     def _offer_equal_tokens(
         self, entry: Entry, decision: ReuseDecision, prompt_ids: Sequence[int] | None
@@ -117,16 +125,16 @@ class TurnReuse(Struct, frozen=True):
         """Offer the blocks whose tokens are those of the prompt, but not the prompt's last token:
         the engine must compute one."""
         if prompt_ids is None or entry.tokens is None or self.turn.prompt.has_media:
-            return TurnOffer(ReuseMatch.MISMATCH, decision.reason or "unproven")
+            return TurnOffer(MISMATCH, decision.reason or "unproven")
         equal = entry.tokens.common(prompt_ids)
         held = entry.params.get("remote_num_tokens")
         if equal == held and equal < len(prompt_ids):
-            return _offer_params(ReuseMatch.HIT, "", entry.params)
+            return _offer_params(HIT, "", entry.params)
         params = truncate_params(entry.params, min(equal, len(prompt_ids) - 1))
         reason = decision.reason or "rendering"
         if params is None:
-            return TurnOffer(ReuseMatch.MISMATCH, reason)
-        return _offer_params(ReuseMatch.CUT, reason, params)
+            return TurnOffer(MISMATCH, reason)
+        return _offer_params(CUT, reason, params)
 
 
 def _offer_params(match: ReuseMatch, reason: str, params: Json) -> TurnOffer:
@@ -152,13 +160,13 @@ def find_reuse(turn: Turn, fleet: Fleet, bound: LoadBound, unproven: str) -> Tur
     if not is_same and known != strip_dp_rank(str(engine_id)):  # the engine has restarted
         return TurnReuse(turn, unproven, "decoder_gone")
     home: Engine | None = decoder
-    if decoder.intent is not Intent.SERVING:
+    if decoder.intent is not SERVING:
         home = None
     elif decoder.total_legs >= bound.floor and bound.is_overloaded(
         decoder, fleet.usable_engines(DECODE)
     ):
         return TurnReuse(turn, unproven, "decoder_overloaded")
-    extends = decision.match is ReuseMatch.HIT or decision.reason == "rendering"
+    extends = decision.match is HIT or decision.reason == "rendering"
     return TurnReuse(
         turn,
         unproven,

@@ -53,6 +53,7 @@ class Intent(StrEnum):
     DRAINING = "draining"
 
 
+SERVING = Intent.SERVING
 PREFILL, DECODE, BOTH = EngineRole
 # The roles of the legs that a request may have.
 LEGS = (PREFILL, DECODE)
@@ -285,7 +286,8 @@ class EngineLoad:
         """Learn the engine's speed from a prefill leg that still counts as load; see
         PrefillRate."""
         own = self.tokens_in_flight + self.local_prefill_tokens
-        total = self.total_tokens + self.total_local_prefill[1]
+        elsewhere = self.local_prefill_elsewhere[1]
+        total = self.total_tokens + self.local_prefill_tokens + elsewhere
         share = own / total if total else 1.0
         self.prefill_rate.note_leg(sent, ended, computed, share)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
-from router.conversations.conversations import RecallOutcome, Turn
+from router.conversations.conversations import STORE_FAILED, Turn
 from router.conversations.entry import Entry
 from router.conversations.reuse import SPENT_TURN, TurnOffer
 from router.fleet.engine import DECODE, PREFILL, Engine, EngineRole, Place
@@ -112,7 +112,7 @@ class Run(Struct, eq=False):
 
     def take_turn(self, turn: Turn) -> None:
         """Take what the last turn of the conversation has left."""
-        has_store = turn.recalled is not RecallOutcome.STORE_FAILED
+        has_store = turn.recalled is not STORE_FAILED
         self.unread_turn, self.retains_turn = turn.entry, turn.retains and has_store
 
     def take_prompt_ids(self, ids: Sequence[int] | None) -> None:

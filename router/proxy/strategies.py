@@ -22,6 +22,7 @@ decode leg is retried. Afterwards `recover` returns Next.RESUME, or raises.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from enum import Enum, auto
 from time import monotonic as now
 from typing import Any
@@ -31,7 +32,7 @@ from router.fleet.engine import DECODE, PREFILL, Engine, engine_of
 from router.http_client.errors import BrokenAnswerError, MigratedError, UpstreamError
 from router.openai.errors import EngineRejectedError, PreemptedError
 from router.proxy.answer_check import PrefillAnswer
-from router.proxy.canary import choose_canary
+from router.proxy.canary import Canary, choose_canary
 from router.proxy.hedging import HedgedLegs, select_hedged_decoders
 from router.proxy.id_resume import IdBuffer, continuing_body, find_cut
 from router.proxy.kv_params import KvParams
@@ -149,15 +150,20 @@ async def answer(run: Run) -> None:
             run.release_unread_turn()
 
 
-async def _prefill_and_decode(run: Run) -> None:
-    """Run the strategy of two legs, and compare their first tokens."""
+def _prefill_and_decode(run: Run) -> Awaitable[None]:
+    """Run the strategy of two legs, and compare their first tokens if a canary wants that."""
     mode = run.plan.mode
     strategy = pull if mode is PULL else push if mode is PUSH else transfer
     canary = run.canary = choose_canary(run) if run.gateway.limits.kv_canary else None
+    return strategy(run) if canary is None else _compare(run, canary, strategy)
+
+
+async def _compare(run: Run, canary: Canary, strategy: Callable[[Run], Awaitable[None]]) -> None:
+    """Run the strategy with a canary, and without it if an engine refuses the canary's fields."""
     try:
         return await strategy(run)
     except EngineRejectedError as error:
-        if canary is None or not canary.withdraw(run, error):
+        if not canary.withdraw(run, error):
             raise
     await strategy(run)
     canary.note_refused()
