@@ -13,7 +13,7 @@ All routers share one core; the mock engines and the load have the others. Round
 that the machine's mood is the same for all, and figures are medians over rounds; a ratio is the
 median of the ratios within rounds. CPU is the kernel's account of all threads of the router.
 
-Instructions are those of user space, background work included, which hardly depend on the machine.
+Instructions are those of user space, less those of as long a time without requests.
 
 Exit status: 0 measured; 1 could not measure; 2 wrong options, or no valgrind for --instructions.
 """
@@ -232,15 +232,11 @@ class Session:
                 stack.callback(each.close)
             _control_callgrind(contestant, "--instr=on")
             await _drive(clients, total // 2)
-            _control_callgrind(contestant, "--zero")
-            await _drive(clients, total)
-        _control_callgrind(contestant, "--dump")
-        dumps = contestant.counts.parent.glob(f"{contestant.counts.name}.*[0-9]")
-        newest = max(dumps, key=lambda path: path.stat().st_mtime_ns)
-        found = TOTAL.search(newest.read_text())
-        if found is None:
-            raise BenchError(f"callgrind counted nothing of {contestant.name}")
-        return int(found[1]) / total
+            _dump_callgrind(contestant)
+            seconds = await _drive(clients, total)
+            counted = _dump_callgrind(contestant)
+            await asyncio.sleep(seconds)
+        return (counted - _dump_callgrind(contestant)) / total
 
     async def saturate(self, case: Case, contestant: Contestant, share: float) -> Run:
         """Let wrk ask, which costs its own core least. Raises BenchError."""
@@ -287,6 +283,17 @@ def _discard(piece: bytes) -> None: ...
 def _control_callgrind(contestant: Contestant, *command: str) -> None:
     asked = ["callgrind_control", *command, str(contestant.pid)]
     subprocess.run(asked, check=True, capture_output=True)
+
+
+def _dump_callgrind(contestant: Contestant) -> int:
+    """Return the instructions since the last call. Raises BenchError."""
+    _control_callgrind(contestant, "--dump")
+    dumps = contestant.counts.parent.glob(f"{contestant.counts.name}.*[0-9]")
+    newest = max(dumps, key=lambda path: path.stat().st_mtime_ns)
+    found = TOTAL.search(newest.read_text())
+    if found is None:
+        raise BenchError(f"callgrind counted nothing of {contestant.name}")
+    return int(found[1])
 
 
 async def _drive(clients: Sequence[_Clients], total: int) -> float:
