@@ -13,15 +13,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from router.conversations.conversations import Turn
-from router.conversations.entry import (
-    CUT,
-    HIT,
-    MAX_COUNT,
-    MISMATCH,
-    Entry,
-    ReuseDecision,
-    ReuseMatch,
-)
+from router.conversations.entry import CUT, HIT, MAX_COUNT, MISMATCH, Entry, ReuseDecision
 from router.fleet.capabilities import dp_rank_of, strip_dp_rank
 from router.fleet.engine import DECODE, PREFILL, SERVING, Engine
 from router.fleet.fleet import Fleet
@@ -137,7 +129,7 @@ class TurnReuse(Struct, frozen=True):
         return _offer_params(CUT, reason, params)
 
 
-def _offer_params(match: ReuseMatch, reason: str, params: Json) -> TurnOffer:
+def _offer_params(match: str, reason: str, params: Json) -> TurnOffer:
     count = params.get("remote_num_tokens")
     tokens = count if type(count) is int and 0 < count <= MAX_COUNT else 0
     return TurnOffer(match, reason, params, tokens)
