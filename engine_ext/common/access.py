@@ -9,6 +9,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ class Access:
 OPEN = Access()
 
 
+@lru_cache(1024)  # Each request names the same few engines.
 def parse_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     """Return a numeric address, or None. An IPv4-mapped IPv6 address is returned as IPv4. A scope
     must look like an interface, because the standard library accepts any text."""

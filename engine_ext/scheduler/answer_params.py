@@ -44,7 +44,7 @@ class AnswerParams:
             "do_remote_decode": False,
             **place,
             "remote_blocks_expiry_time": None,
-            "prefix_proof": _prefix_hashes(request.token_ids, keys, place),
+            "prefix_proof": _prefix_hashes(request, keys, place),
             **generated,
         }
 
@@ -71,7 +71,7 @@ class AnswerParams:
             "remote_blocks_expiry_time": time.perf_counter() + seconds if is_firm else 0.0,
             "revocable": not is_firm,
             "retained_until": self._unix_time() + seconds,
-            "prefix_proof": _prefix_hashes(request.token_ids, keys, place),
+            "prefix_proof": _prefix_hashes(request, keys, place),
         }
 
     def list_blocks(self, request: EngineRequest, block_ids: BlockIds) -> BlockIds:
@@ -102,5 +102,14 @@ def _resume_payload(request: EngineRequest) -> dict[str, Any]:
     return ResumePayload(prompt, tuple(request.token_ids[len(prompt) :])).to_wire()
 
 
-def _prefix_hashes(tokens: Sequence[int], keys: Keys, place: dict[str, Any]) -> dict[str, Any]:
-    return PrefixHashes.of(tokens, keys, place["remote_num_tokens"]).to_wire(place)
+def first_tokens(request: EngineRequest, num_tokens: int) -> Sequence[int]:
+    """Return a list that begins with the request's first `num_tokens` tokens: the prompt's own
+    where that is enough, because a host may copy all tokens at each read."""
+    prompt = request.prompt_token_ids
+    return prompt if num_tokens <= len(prompt) else request.token_ids
+
+
+def _prefix_hashes(request: EngineRequest, keys: Keys, place: dict[str, Any]) -> dict[str, Any]:
+    num_tokens = place["remote_num_tokens"]
+    tokens = first_tokens(request, num_tokens)
+    return PrefixHashes.of(tokens, keys, num_tokens).to_wire(place)

@@ -14,7 +14,7 @@ from engine_ext.common.config import ConnectorConfig
 from engine_ext.common.orders import Expect, ExpectTurn, LeaseCancel, LeaseGrant, PushOffer, Revoke
 from engine_ext.common.prefix_hashes import Keys, digest
 from engine_ext.common.types import BlockIds, CacheGeometry, EngineRequest, FinishDecision
-from engine_ext.scheduler.answer_params import AnswerParams
+from engine_ext.scheduler.answer_params import AnswerParams, first_tokens
 from engine_ext.scheduler.orders import Orders
 
 
@@ -257,7 +257,7 @@ class HeldBlocks:
             # it. A model's state covers all tokens, in either case.
             is_all = reader.hands_over or self._has_state
             known = num_tokens if is_all else min(num_tokens, reader.num_tokens)
-            content = digest(request.token_ids, keys, known)
+            content = digest(first_tokens(request, known), keys, known)
             name, transfer_id = request.request_id, reader.transfer_id
             self._orders.append(
                 PushOffer(name, block_ids, num_tokens, content, transfer_id, attempt)

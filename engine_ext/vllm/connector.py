@@ -229,10 +229,11 @@ class DisaggConnector(ConnectorCalls, KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        block_ids: BlockIds = ()
         if num_external_tokens > 0:
             self._pending_reports.load(str(request.request_id))
             _note_loading(request, num_external_tokens)
-        block_ids = self._by_group(blocks.get_block_ids())
+            block_ids = self._by_group(blocks.get_block_ids())
         self.scheduler.update_state_after_alloc(
             RequestView(request), block_ids, num_external_tokens
         )

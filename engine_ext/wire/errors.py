@@ -8,7 +8,7 @@ from engine_ext.common.config import MOST_SECONDS
 
 CONNECTOR_VERSION = 14
 """The version of the stock protocol that we follow. Fields that later versions add are optional."""
-EXTENSION_VERSION = 2
+EXTENSION_VERSION = 3
 """The version of the messages about leases and pushes between engines with our extension.
 
 Engines of two versions move no KV, in either direction. The version is part of the handshake, and

@@ -232,7 +232,7 @@ TAMPERED = {
     "empty": lambda proof: {},
     "empty text": lambda proof: "",
     "of an older version": lambda proof: {**proof, "v": 1},
-    "of a newer version": lambda proof: {**proof, "v": 4},
+    "of a newer version": lambda proof: {**proof, "v": 5},
     "cut by a character": without_last_character,
     "without hashes": lambda proof: {**proof, "h": ""},
     "of other blocks": lambda proof: {**proof, "b": "A" * 22 + "=="},

@@ -106,7 +106,7 @@ def test_proofs_that_an_older_engine_could_read_would_let_it_accept_wrong_kv(
 
 def test_the_proofs_version_is_another_one_for_each_version_of_the_extension() -> None:
     """Raise both together."""
-    assert (EXTENSION_VERSION, prefix_hashes.VERSION) == (2, 3)
+    assert (EXTENSION_VERSION, prefix_hashes.VERSION) == (3, 4)
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
