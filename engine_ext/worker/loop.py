@@ -303,11 +303,11 @@ class TransferLoop:
         if times:
             # A transfer that hangs must not cost the engine a core until its deadline.
             return max(TRANSFER_WAIT, min(WAIT_SHARE * (now - max(times)), RECENT_WAIT))
-        is_connecting = self._peers.num_connecting or self._context.validator.num_pending
-        if is_connecting or self._loan_asks.num_open:
+        if self._peers.num_connecting or self._context.validator.num_pending:
             return RECENT_WAIT
         longest = LEASED_WAIT if len(self._leases) or len(self.beats) else IDLE_WAIT
-        if any(transfers.needs_steps(now) for transfers in self._transfers):
+        has_steps = any(transfers.needs_steps(now) for transfers in self._transfers)
+        if has_steps or self._loan_asks.num_open:
             longest = PEER_WAIT
         elif any(transfers.awaits_message for transfers in self._transfers):
             longest = PEER_WAIT

@@ -16,6 +16,7 @@ from engine_ext.common.orders import (
     LeaseCancel,
     LeaseGrant,
     LoanAnswer,
+    LoanAsk,
     PullOrder,
     Revoke,
     StepMetadata,
@@ -27,6 +28,7 @@ from engine_ext.common.types import (
     ConnectorStats,
     EngineIdentity,
     LoanRequest,
+    PeerAddress,
     RemoteSource,
     TransferResults,
 )
@@ -39,6 +41,7 @@ from engine_ext.worker.agent import TransferState
 from engine_ext.worker.loop import (
     IDLE_WAIT,
     LEASED_WAIT,
+    PEER_WAIT,
     RECENT_WAIT,
     TRANSFER_WAIT,
     WAIT_SHARE,
@@ -694,6 +697,19 @@ def test_the_longer_nothing_happens_the_later_the_loop_looks_again(harness: Harn
     assert waits == pytest.approx([RECENT_WAIT, 0.003, 0.01, LEASED_WAIT, LEASED_WAIT])
     harness.hears(wire.Renew(1, ("p-1",)))
     assert harness.step() == RECENT_WAIT
+
+
+def test_a_reader_that_waits_for_a_loan_looks_less_often_as_time_passes(
+    extended: HandshakeServer,
+) -> None:
+    harness = Harness(ConnectorConfig(engine_id="engine-d", loan_timeout=60.0))
+    holder = PeerAddress("engine-p", "127.0.0.1", extended.port)
+    harness.apply(StepMetadata((LoanAsk("d-1", (holder,), "scheme", (b"key",), 16),)))
+    harness.step_until(lambda: harness.agent.sent)
+    assert harness.step(30) == PEER_WAIT
+    harness.hears(wire.Renew(1, ("p-1",)))
+    assert harness.step() == RECENT_WAIT
+    harness.loop.close()
 
 
 def test_an_order_that_fails_costs_no_other_order(
