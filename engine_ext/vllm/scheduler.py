@@ -144,9 +144,10 @@ class FailurePolicyPart(Host):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         transfers = model_runner_output.kv_connector_output
-        ours = find_our_connector(self.connector)
-        if transfers is not None and transfers.failed_recving and ours is not None:
-            ours.note_problems(transfers)
+        if transfers is not None and transfers.failed_recving:
+            ours = find_our_connector(self.connector)
+            if ours is not None:
+                ours.note_problems(transfers)
         default = self.recompute_kv_load_failures  # type: ignore[has-type]
         try:
             outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
