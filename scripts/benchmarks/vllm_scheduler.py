@@ -10,9 +10,9 @@ Three contestants take turns in one process, with vLLM's scheduler and without a
 * connector: vLLM's scheduler with DisaggConnector.
 * scheduler: DisaggScheduler with DisaggConnector.
 
-Figures are medians of CPU time. A step is `schedule` and `update_from_output` for a batch of
-decoding requests. A prompt is a decode leg from `add_request` to the end of the step that orders
-its load, without prefix caching, so that vLLM hashes no blocks.
+Figures are medians of CPU time. A step is `schedule` and `update_from_output`. A prompt is a decode
+leg from `add_request` to the end of the step that orders its load, or a prefill leg to the end of
+the step that leases its blocks, without prefix caching, so that vLLM hashes no blocks.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from scripts.benchmarks.common import Sample, bench_parser, free_ports, positive
 
 BLOCK = 16
+LEASES = 64
+"""Finished requests whose blocks wait for a reader."""
 LAYER = "model.layers.0.self_attn.attn"
 CONTESTANTS = {
     "stock": ("NixlConnector", None),
@@ -72,11 +75,11 @@ class Contestant:
         self.scheduler: Any = cls(config, cache, StructuredOutputManager(config), BLOCK)
         self._serial = itertools.count()
 
-    def request(self, num_tokens: int, **extra: Any) -> Any:
+    def request(self, num_tokens: int, max_tokens: int = 1 << 20, **extra: Any) -> Any:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request
 
-        sampling = SamplingParams(max_tokens=1 << 20, ignore_eos=True, extra_args=extra)
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         sampling.update_from_generation_config({}, 1)
         return Request(f"{self.name}-{next(self._serial)}", _prompt(num_tokens), sampling, None)
 
@@ -130,7 +133,8 @@ def _params(name: str, num_tokens: int) -> dict[str, Any]:
     return params
 
 
-def _step_seconds(contestant: Contestant, batch: int, steps: int) -> float:
+def _step_seconds(contestant: Contestant, batch: int, steps: int, leases: int = 0) -> float:
+    leased = {_prefill(contestant, BLOCK)[0] for _ in range(leases)}
     requests = [contestant.request(BLOCK) for _ in range(batch)]
     for request in requests:
         contestant.scheduler.add_request(request)
@@ -142,6 +146,7 @@ def _step_seconds(contestant: Contestant, batch: int, steps: int) -> float:
     seconds = (time.process_time() - began) / steps
     for request in requests:
         contestant.end(request.request_id)
+    contestant.step(finished_sending=leased)
     return seconds
 
 
@@ -157,10 +162,29 @@ def _prompt_seconds(contestant: Contestant, num_tokens: int) -> float:
     return seconds
 
 
+def _prefill_seconds(contestant: Contestant, num_tokens: int) -> float:
+    name, seconds = _prefill(contestant, num_tokens)
+    contestant.step(finished_sending={name})
+    return seconds
+
+
+def _prefill(contestant: Contestant, num_tokens: int) -> tuple[str, float]:
+    """Run a prefill leg until its blocks are leased. Return its request id, and seconds."""
+    params = {"do_remote_decode": True, "do_remote_prefill": False}
+    request = contestant.request(num_tokens, max_tokens=1, kv_transfer_params=params)
+    began = time.process_time()
+    contestant.scheduler.add_request(request)
+    contestant.step()
+    seconds = time.process_time() - began
+    assert request.is_finished()
+    return str(request.request_id), seconds
+
+
 def _compare(
-    contestants: list[Contestant], rounds: int, measure: Callable[[Contestant], float]
+    what: str, contestants: list[Contestant], rounds: int, measure: Callable[[Contestant], float]
 ) -> None:
     """Measure in turns, after a round that warms up, and print each contestant's CPU time."""
+    print(what)
     found: dict[str, list[float]] = {one.name: [] for one in contestants}
     for number in range(rounds + 1):
         for one in contestants:
@@ -197,11 +221,14 @@ def main(arguments: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder))
         contestants = [Contestant(name, model, num_blocks, length) for name in CONTESTANTS]
-        print(f"vLLM {vllm.__version__}: a step of {options.batch} decoding requests")
-        rounds, batch, steps = options.rounds, options.batch, options.steps
-        _compare(contestants, rounds, lambda one: _step_seconds(one, batch, steps))
-        print(f"the arrival of a prompt of {options.tokens} tokens at a decode engine")
-        _compare(contestants, rounds, lambda one: _prompt_seconds(one, options.tokens))
+        print(f"vLLM {vllm.__version__}")
+        compare = partial(_compare, contestants=contestants, rounds=options.rounds)
+        for batch, leases in ((options.batch, 0), (options.batch, LEASES), (0, LEASES), (0, 0)):
+            step = partial(_step_seconds, batch=batch, steps=options.steps, leases=leases)
+            compare(f"a step of {batch} decoding requests and {leases} leased ones", measure=step)
+        for what, seconds in (("a decode", _prompt_seconds), ("a prefill", _prefill_seconds)):
+            prompt = partial(seconds, num_tokens=options.tokens)
+            compare(f"a prompt of {options.tokens} tokens at {what} engine", measure=prompt)
         for one in contestants:
             one.scheduler.shutdown()
     return 0
