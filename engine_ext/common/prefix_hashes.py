@@ -13,7 +13,7 @@ Hashes show what the blocks hold, and not which blocks they are. Therefore they 
 other params that were sent with them (`hash_of_params`). A list of blocks that was sorted, cut or
 taken from another answer verifies nothing.
 
-Wire format, the field `prefix_proof` of `kv_transfer_params`: `{"v": 3, "step": tokens per hash,
+Wire format, the field `prefix_proof` of `kv_transfer_params`: `{"v": 4, "step": tokens per hash,
 "n": tokens covered, "b": base64 of the 16 bytes of `hash_of_params`, "h": base64 of 16 bytes per
 step, the last one for the rest of n}`. Each hash is the first 16 bytes of SHA-256 over the content
 from position 0 to its step's end: the tokens as little-endian unsigned 32-bit numbers, and the 32
