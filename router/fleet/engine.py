@@ -432,8 +432,12 @@ class Engine(EngineLoad):
     ) -> CompleteAnswer:
         """Return the answer to a GET request, of at most `limit` bytes. `credential` is the
         client's, for a router without its own. Raises UpstreamError."""
-        message = _get_message(path, self.name, self.credential or credential)
+        message = self.get_message(path, credential)
         return await self.pool.fetch(message, deadline, limit)
+
+    def get_message(self, path: str, credential: str = "") -> bytes:
+        """Return a GET request; see `get`."""
+        return _get_message(path, self.name, self.credential or credential)
 
     async def get_at_port(
         self, port: int, path: str, deadline: float, limit: int

@@ -8,10 +8,10 @@ A frozen engine is found within one interval plus as many timeouts as failures a
 a probe without any answer is repeated at once. An engine whose bytes still arrive on any connection
 is busy, not dead.
 
-In a large fleet, healthy engines without requests are probed less often, but before their kept
-connections expire, since a new connection costs more than several probes. An engine that gets a
-request is probed within one interval. First probes begin in batches, and intervals vary a little,
-so that engines are not probed all at once.
+In a large fleet, healthy engines are probed less often, but before their kept connections expire,
+since a new connection costs more than several probes. An engine with requests that sends nothing is
+probed within one interval. First probes begin in batches, and intervals vary a little, so that
+engines are not probed all at once. Healthy engines get quiet probes (`router.fleet.engine_probe`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ import contextlib
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from random import Random
 from time import monotonic as now
 from typing import Any, NamedTuple
 
 import orjson
 
 from router.fleet.engine import PREFILL, Engine, Health
+from router.fleet.engine_probe import (
+    HEALTH_PATH,
+    MAX_ANSWER_BYTES,
+    REFETCH_AFTER_S,
+    TRANSFERS_INTERVAL_S,
+    EngineProbe,
+    spread,
+)
 from router.fleet.fleet import Fleet, ProcessIdentity
 from router.fleet.kv_facts import (
     IDENTITY_PATH,
@@ -39,7 +45,7 @@ from router.fleet.kv_facts import (
     ranks_of_page,
     start_time_in,
 )
-from router.fleet.kv_protocol import WITHOUT_VLLM_FIELDS, KvProtocol, find_kv_peer
+from router.fleet.kv_protocol import MODELS_PATH, WITHOUT_VLLM_FIELDS, KvProtocol, find_kv_peer
 from router.fleet.metrics_page import MAX_METRICS_BYTES, METRICS_PATH, find_lines
 from router.fleet.pair_rates import TRANSFERS_PATH, UNKNOWN, stock_totals
 from router.http_client.errors import (
@@ -56,23 +62,15 @@ from router.telemetry.logs import LogThrottle
 
 logger = logging.getLogger("disagg_router.fleet")
 
-# The rate at which healthy engines without requests are probed, all together.
-MAX_IDLE_PROBES_PER_S = 200
-# An idle engine is probed when this share of the time has passed after which its connection closes.
+# The rate at which healthy engines are probed, all together, unless they are silent.
+MAX_QUIET_PROBES_PER_S = 200
+# A healthy engine is probed when this share of the time has passed after which an idle connection
+# closes.
 IDLE_SHARE = 0.85
 # First probes start in batches.
 BATCH_SIZE, BATCH_INTERVAL_S = 50, 0.01
-# Each interval is multiplied by a factor of this range, and ends at a tick.
-VARIATION, TICK_S = (0.9, 1.1), 0.03
-_vary = Random().uniform
 # The longest interval between probes of an engine that is not healthy.
 UNHEALTHY_INTERVAL_S = 1.0
-MAX_ANSWER_BYTES = 1024 * 1024
-# Models and identity are fetched again after this time: adapters come and go, and a quick restart
-# may go unnoticed.
-REFETCH_AFTER_S = 10.0
-# The transfers of an engine are read again after this time. An answer costs it about one step.
-TRANSFERS_INTERVAL_S = 20.0
 MAX_MODELS = 10_000
 BOOTSTRAP_TIMEOUT_S = 1.0
 # An engine that lists its models slowly gets no requests until then, and is probed meanwhile.
@@ -93,22 +91,6 @@ LOG_INTERVAL_S = 60.0
 VERSION_PATH = "/version"
 
 Model = dict[str, Any]
-
-
-@dataclass(slots=True, eq=False)
-class EngineProbe:
-    """The probing of one engine: the times of the last probe and of the last answers to the
-    questions for its identity, its models and its transfers. `has_result`: a probe has ended.
-    `rest` ends the wait of an idle engine for its next probe."""
-
-    probed_at: float
-    identity_at: float = -math.inf
-    models_at: float = -math.inf
-    transfers_at: float = -math.inf
-    task: asyncio.Task[None] | None = None
-    models_task: asyncio.Task[None] | None = None
-    has_result: asyncio.Event = field(default_factory=asyncio.Event)
-    rest: asyncio.Timeout | None = None
 
 
 class Prober:
@@ -165,16 +147,18 @@ class Prober:
         """Return why engines are not probed as they should be; empty if they are."""
         if self._failure:
             return f"failed: {self._failure}"
-        limit = self._idle_interval() + 3 * self._timeout + OVERDUE_S
+        limit = self._quiet_interval() + 3 * self._timeout + OVERDUE_S
         late = [e.name for e, probe in self._probes.items() if now() - probe.probed_at > limit]
         return f"does not probe {', '.join(late)}" if late else ""
 
-    async def probe(self, engine: Engine) -> bool:
-        """Probe an engine once. Return True if nothing was heard of it, so that another probe is
-        due at once."""
+    async def probe(self, engine: Engine, failure: UpstreamError | None = None) -> bool:
+        """Probe an engine once, unless its quiet probe has just ended with `failure`. Return True
+        if nothing was heard of it, so that another probe is due at once."""
         reads = engine.pool.reads
         try:
-            answer = await self._get(engine, "/health")
+            if failure is not None:
+                raise failure
+            answer = await self._get(engine, HEALTH_PATH)
         except ConnectRefusedError as error:
             self._fleet.note_unreachable(engine, f"no connection: {error}")
             self._note_refusal(engine)
@@ -229,6 +213,7 @@ class Prober:
         metrics tell the size of their cache and their data-parallel ranks. Raises UpstreamError if
         there was no answer."""
         answer = await self._get(engine, IDENTITY_PATH)
+        self._note_page(engine, IDENTITY_PATH, answer.body)
         content = json_of(answer)
         ranks: Sequence[RankFacts] = ()
         process = ProcessIdentity()
@@ -307,7 +292,8 @@ class Prober:
         `timeout` seconds."""
         if engine.spec.models:
             return
-        answer = await engine.get("/v1/models", now() + timeout, MAX_ANSWER_BYTES)
+        answer = await engine.get(MODELS_PATH, now() + timeout, MAX_ANSWER_BYTES)
+        self._note_page(engine, MODELS_PATH, answer.body)
         if models := models_in(json_of(answer)):
             self._fleet.note_models(engine, *model_facts_in(models[:MAX_MODELS]))
         elif engine.models is None or engine.health is not Health.HEALTHY:
@@ -319,22 +305,23 @@ class Prober:
         engines = self._fleet.engines
         for engine in self._probes.keys() - set(engines):
             self._stop(engine)
-        begun = 0
+        begun, interval = 0, self._quiet_interval()
         for engine in engines:
             probe = self._probes.get(engine)
             if probe is None:
-                probe = self._probes[engine] = EngineProbe(now())
+                probe = self._probes[engine] = EngineProbe(engine, self._timeout)
+            probe.interval = interval
             if probe.task is None or probe.task.done():
                 probe.probed_at = now()
                 delay = begun // BATCH_SIZE * BATCH_INTERVAL_S
                 probe.task = asyncio.create_task(self._probe_repeatedly(engine, probe, delay))
                 begun += 1
-            elif probe.rest is not None and not (engine.is_idle or probe.rest.expired()):
-                probe.rest.reschedule(0)
+            elif not engine.is_idle:
+                probe.check()
 
-    def _idle_interval(self) -> float:
-        wanted = min(len(self._probes) / MAX_IDLE_PROBES_PER_S, self._max_idle_s * IDLE_SHARE)
-        return max(self._interval, wanted)
+    def _quiet_interval(self) -> float:
+        for_all = len(self._fleet.engines) / MAX_QUIET_PROBES_PER_S
+        return max(self._interval, min(for_all, self._max_idle_s * IDLE_SHARE))
 
     def _stop(self, engine: Engine) -> None:
         self._refusing.pop(engine, None)
@@ -347,32 +334,21 @@ class Prober:
     async def _probe_repeatedly(self, engine: Engine, probe: EngineProbe, delay: float) -> None:
         if delay:
             await asyncio.sleep(delay)
+        failure: UpstreamError | None = None
         while True:
             is_silent = False
             try:
-                is_silent = await self.probe(engine)
+                is_silent = await self.probe(engine, failure)
                 await self._fetch_what_is_due(engine, probe)
             except Exception as error:
                 logger.warning("%s %s: %r", engine.role.engine, engine.name, error)
             probe.probed_at = now()
             probe.has_result.set()
-            is_healthy = engine.health is Health.HEALTHY
-            if not is_healthy:
-                await asyncio.sleep(_spread(min(self._interval, UNHEALTHY_INTERVAL_S)))
-            elif not is_silent and engine.is_idle and self._idle_interval() > self._interval:
-                await self._rest(probe)
+            failure = None
+            if engine.health is not Health.HEALTHY:
+                await asyncio.sleep(spread(min(self._interval, UNHEALTHY_INTERVAL_S)))
             elif not is_silent:
-                await asyncio.sleep(_spread(self._interval))
-
-    async def _rest(self, probe: EngineProbe) -> None:
-        """Wait for the next probe of an idle engine, or until it gets a request."""
-        try:
-            async with asyncio.timeout(_spread(self._idle_interval())) as probe.rest:
-                await asyncio.Event().wait()
-        except TimeoutError:
-            pass
-        finally:
-            probe.rest = None
+                failure = await probe.watch()
 
     async def _fetch_what_is_due(self, engine: Engine, probe: EngineProbe) -> None:
         if engine.health is not Health.HEALTHY:
@@ -400,6 +376,7 @@ class Prober:
         probe = self._probes.get(engine)
         if probe is None or (probe.models_task is not None and not probe.models_task.done()):
             return
+        probe.pages.pop(MODELS_PATH, None)
 
         async def read() -> None:
             try:
@@ -413,18 +390,15 @@ class Prober:
 
         probe.models_task = asyncio.create_task(read())
 
+    def _note_page(self, engine: Engine, path: str, body: bytes) -> None:
+        if probe := self._probes.get(engine):
+            probe.pages[path] = hash(body)
+
     async def _get(
         self, engine: Engine, path: str, limit: int = MAX_ANSWER_BYTES
     ) -> CompleteAnswer:
         """Raises UpstreamError."""
         return await engine.get(path, now() + self._timeout, limit)
-
-
-def _spread(seconds: float) -> float:
-    """Vary a time a little, so that it ends at a tick: probes of the same tick cost less than each
-    alone, which wakes the process."""
-    moment = now()
-    return math.ceil((moment + seconds * _vary(*VARIATION)) / TICK_S) * TICK_S - moment
 
 
 def _is_success(answer: CompleteAnswer) -> bool:

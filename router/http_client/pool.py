@@ -238,10 +238,8 @@ class EnginePool:
         """Close the connections that are idle for too long; the stack has the oldest ones first."""
         self._reaper = None
         expired = now() - self._limits.max_idle_s
-        keep = next((i for i, c in enumerate(self._idle) if c.idle_since > expired), None)
-        old, self._idle = self._idle[:keep], self._idle[keep:] if keep is not None else []
-        for connection in old:
-            connection.abort()
+        while self._idle and self._idle[0].idle_since <= expired:
+            self._idle.pop(0).abort()
         if self._idle:
             delay = self._idle[0].idle_since - expired
             self._reaper = loop.call_later(delay, self._reap, loop)

@@ -19,7 +19,8 @@ from router.common.exact_json import dumps
 from router.conversations.store import StoreError
 from router.conversations.stored_responses import UnknownResponseError
 from router.fleet.engine import LEGS, Engine, EngineRole
-from router.fleet.probes import MAX_ANSWER_BYTES, Model, models_in
+from router.fleet.engine_probe import MAX_ANSWER_BYTES
+from router.fleet.probes import Model, models_in
 from router.http_client.errors import UpstreamError
 from router.http_client.pool import CompleteAnswer
 from router.openai.answers import parse_object

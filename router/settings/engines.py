@@ -160,8 +160,8 @@ class DiscoverySettings(SettingsGroup):
 class HealthSettings(SettingsGroup):
     """Health
 
-    health_interval: Time between two probes of an engine (GET /health); longer for idle engines in
-        a fleet of more than 200.
+    health_interval: Time between two probes of an engine (GET /health); longer in a fleet of over
+        200, unless engines fall silent.
     health_timeout: Longest wait for the answer to a probe. SGLang's takes a second.
     health_failures: Failed probes in a row after which an engine is unhealthy. A refused connection
         makes it unhealthy at once.

@@ -20,10 +20,11 @@ from router.commands.connection_errors import no_answer, reason_of
 from router.commands.router_client import error_message
 from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import PREFILL, Engine
+from router.fleet.engine_probe import MAX_ANSWER_BYTES
 from router.fleet.fleet import Fleet
 from router.fleet.kv_facts import IDENTITY_PATH
 from router.fleet.kv_protocol import MOONCAKE, NIXL, SGLANG
-from router.fleet.probes import MAX_ANSWER_BYTES, Prober, json_of, model_facts_in, models_in
+from router.fleet.probes import Prober, json_of, model_facts_in, models_in
 from router.http_client.errors import (
     CompressedAnswerError,
     ConnectError,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from router.commands.doctor.checks import Check, Findings, cure_of, failure_text, timeout_text
 from router.commands.router_client import error_message
 from router.fleet.engine import PREFILL, Engine, Health
-from router.fleet.probes import MAX_ANSWER_BYTES
+from router.fleet.engine_probe import MAX_ANSWER_BYTES
 from router.http_client.errors import UpstreamError
 from router.openai.answers import parse_object
 from router.openai.errors import EngineError

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from router.fleet.engine import EngineRole
-from router.fleet.probes import MAX_ANSWER_BYTES
+from router.fleet.engine_probe import MAX_ANSWER_BYTES
 from scripts.mock_engine import MockEngine, Peer, Received, is_release
 from tests.unit.router.conftest import StartRouter
 from tests.unit.router.engine_scripts import usual_decode, usual_prefill

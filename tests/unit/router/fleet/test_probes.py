@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from router.fleet import probes
-from router.fleet.engine import Health
+from router.fleet import engine_probe, probes
+from router.fleet.engine import Engine, Health
 from router.fleet.metrics_page import MAX_METRICS_BYTES
 from router.fleet.probes import Prober
 from router.http_client.connecting import ConnectAttempt
@@ -386,7 +386,7 @@ async def test_an_engine_for_both_roles_is_one_engine(
 async def test_idle_engines_of_a_large_fleet_are_probed_less_often_until_a_request_comes(
     start_router: StartRouter, p: MockEngine, d: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probes, "MAX_IDLE_PROBES_PER_S", 0.01)  # two engines are a large fleet
+    monkeypatch.setattr(probes, "MAX_QUIET_PROBES_PER_S", 0.01)  # two engines are a large fleet
     router = await start_router(identified=True, engine_idle_age=60)
     before = p.probes + d.probes
     await asyncio.sleep(0.5)
@@ -398,6 +398,52 @@ async def test_idle_engines_of_a_large_fleet_are_probed_less_often_until_a_reque
         await eventually(lambda: d.probes > seen + 3)
         assert router.state.prober.problem() == ""
         waiting.cancel()
+
+
+async def test_an_engine_with_requests_is_probed_at_once_only_if_it_is_silent(
+    start_router: StartRouter, d: MockEngine
+) -> None:
+    router = await start_router(identified=True)
+    await router.knows_its_engines()
+    engine = router.engine(d)
+    quiet = engine_probe.EngineProbe(engine, 1.0, interval=60)
+    watching = asyncio.create_task(quiet.watch())
+    await asyncio.sleep(0)
+    engine.pool.reads += 1
+    quiet.check()
+    await asyncio.sleep(0)
+    assert not watching.done(), "it has answered since the last probe"
+    quiet.check()
+    assert await watching is None, "it was silent since the last check"
+
+
+async def test_models_are_read_again_when_the_bytes_of_their_list_change(
+    start_router: StartRouter, d: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (engine_probe, probes):
+        monkeypatch.setattr(module, "REFETCH_AFTER_S", 0.0)
+    router = await start_router(identified=True)
+    await router.knows_its_engines()
+    engine, listed, read = router.engine(d), 0, []
+    usual, fetch = d.answer, Prober.fetch_models
+
+    async def count(request: Received, peer: Peer) -> None:
+        nonlocal listed
+        listed += request.path == "/v1/models"
+        await usual(request, peer)
+
+    async def note(self: Prober, of: Engine, *timeout: float) -> None:
+        read.append(of)
+        await fetch(self, of, *timeout)
+
+    monkeypatch.setattr(d, "answer", count)
+    await eventually(lambda: listed > 2)
+    monkeypatch.setattr(Prober, "fetch_models", note)
+    seen = listed
+    await eventually(lambda: listed > seen + 3)
+    assert engine not in read, "the same bytes are nothing new"
+    d.models = ["m", "new"]
+    await eventually(lambda: engine.models == frozenset(("m", "new")))
 
 
 async def test_first_probes_begin_in_batches(
