@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import filterfalse, islice
 from operator import attrgetter
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -174,6 +175,11 @@ legs = attrgetter("total_legs")
 load = attrgetter("total_tokens", "total_legs")
 
 
+def has_tokens(engine: Candidate) -> bool:
+    """Return True if prompts or answers run on the engine. An engine without legs has none."""
+    return engine.total_tokens > 0 or engine.total_local_prefill[1] > 0
+
+
 def queued_tokens(engine: Candidate) -> int:
     """Return the tokens of the prompts that the engine has to compute as a prefill engine."""
     return engine.total_local_prefill[1] if engine.role == BOTH else engine.total_tokens
@@ -270,14 +276,19 @@ class LeastLoaded(Policy):
     given.
 
     Of many engines it considers a sample: the best of 64 is nearly the best of all, and routers
-    that do not know each other's requests do not all choose the same engine.
+    that do not know each other's requests do not all choose the same engine. In a large fleet most
+    engines are idle, and the first idle ones of the sample are the best without comparing all.
     """
 
     def __init__(self, load_of: Callable[[Candidate], Any] = load) -> None:
         self._load_of = load_of
 
     def order(self, candidates: Sequence[E], query: RoutingQuery) -> Sequence[E]:
-        return sorted(some_of(candidates, query.turn), key=self._load_of)[:MAX_ORDERED]
+        considered = some_of(candidates, query.turn)
+        idle = list(islice(filterfalse(legs, considered), MAX_ORDERED))
+        if len(idle) == MAX_ORDERED and not any(map(has_tokens, idle)):
+            return idle
+        return sorted(considered, key=self._load_of)[:MAX_ORDERED]
 
 
 class PowerOfTwo(Policy):

@@ -111,6 +111,8 @@ class PrefixAffinity(Policy):
         self._registered = RegisteredCandidates(index)
         self._unanswered: dict[str, dict[int, _UnansweredPrompt]] = {}
         """For each engine, by turn."""
+        # With so many engines there, those that are gone are looked for.
+        self._most_known = 1
         self._strikes: dict[str, int] = {}
         # The best match of the last query: its feedback follows soon.
         self._last_chunks: tuple[int, ...] = ()
@@ -175,9 +177,10 @@ class PrefixAffinity(Policy):
     def note_sent(self, name: str, query: RoutingQuery) -> None:
         if not query.chunks or not self._index.bit(name):
             return
-        if name not in self._unanswered:
+        if len(self._unanswered) >= self._most_known:
             for gone in [one for one in self._unanswered if not self._index.bit(one)]:
                 del self._unanswered[gone]
+            self._most_known = 2 * len(self._unanswered) + 1
         unanswered = self._unanswered.setdefault(name, {})
         depth, is_certain = self._depth(name, query), True
         if depth and unanswered:

@@ -19,6 +19,7 @@ from router.routing.policy import (
     load,
     mix,
     sample,
+    some_of,
 )
 from router.routing.prefix_cache import PrefillCost
 from router.routing.route import POLICIES
@@ -90,6 +91,15 @@ def test_the_least_loaded_of_the_sample_is_first(loads: list[tuple[int, int]], t
     looked_at = sample(candidates, mix(turn))
     assert load(order[0]) == min(map(load, looked_at))
     assert [load(engine) for engine in order] == sorted(map(load, looked_at))[: len(order)]
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=200), st.integers(0))
+def test_idle_engines_are_found_as_by_comparing_the_whole_sample(
+    busy: list[int], turn: int
+) -> None:
+    candidates = loaded([(7 * (legs or turn % 2), legs) for legs in busy])
+    compared = sorted(some_of(candidates, turn), key=load)
+    assert LeastLoaded().order(candidates, RoutingQuery(turn)) == compared[:MAX_ORDERED]
 
 
 def test_equally_loaded_engines_take_turns() -> None:

@@ -187,6 +187,11 @@ def test_memory_is_bounded_whatever_stays_unanswered() -> None:
     unanswered = policy.num_unanswered
     policy.note_sent("nobody", _ask(1))
     assert policy.num_unanswered == unanswered
+    for number in range(100):
+        holders.register([f"pod-{number}"])
+        policy.note_sent(f"pod-{number}", _ask(number))
+        holders.forget(f"pod-{number}")
+    assert policy.num_unanswered <= unanswered + len(FLEET) + 1, "of engines that are gone"
 
 
 def test_many_changing_names_keep_few_bits() -> None:
