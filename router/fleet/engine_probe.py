@@ -31,31 +31,55 @@ REFETCH_AFTER_S = 10.0
 TRANSFERS_INTERVAL_S = 20.0
 # Each interval is multiplied by a factor of this range, and ends at a tick.
 VARIATION, TICK_S = (0.9, 1.1), 0.03
+# At most this many times the mean number of quiet probes begin within a tick, or LEAST_BOUND.
+CROWDING, LEAST_BOUND = 2.0, 32
 _vary = Random().uniform
+
+
+class ProbePace:
+    """Bounds the quiet probes that begin within a tick: after a pause of the process all are due
+    at once, and would hold up requests. `most` is that bound."""
+
+    def __init__(self) -> None:
+        self.most = LEAST_BOUND
+        self._tick = self._begun = 0
+
+    def allows(self) -> bool:
+        """Count a probe that is about to begin; return False if it has to begin later."""
+        tick = int(now() / TICK_S)
+        if tick != self._tick:
+            self._tick, self._begun = tick, 0
+        self._begun += 1
+        return self._begun <= self.most
 
 
 @dataclass(slots=True, eq=False)
 class EngineProbe:
-    """The probing of one engine: the times of the last probe and of the last answers to the
-    questions for its identity, its models and its transfers. `has_result`: a probe has ended.
-    `pages` has the hash of each page that was read last. A quiet probe waits for `timeout` seconds
-    at most, and `interval` seconds are between two of them."""
+    """The probing of one engine: the times of the last probe and of the last look at its transfers.
+    `has_result`: a probe has ended. `pages` has the hash of each page and when it was read. A quiet
+    probe waits for `timeout` seconds at most, and `interval` seconds are between two of them."""
 
     engine: Engine
     timeout: float
+    pace: ProbePace
     interval: float = 0.0
     probed_at: float = field(default_factory=now)
-    identity_at: float = -math.inf
-    models_at: float = -math.inf
     transfers_at: float = -math.inf
     task: asyncio.Task[None] | None = None
     models_task: asyncio.Task[None] | None = None
     has_result: asyncio.Event = field(default_factory=asyncio.Event)
-    pages: dict[str, int] = field(default_factory=dict)
+    pages: dict[str, tuple[int, float]] = field(default_factory=dict)
     _reads: int = -1
     """The reads of the engine's connections at the last quiet probe or check."""
     _end: asyncio.Future[UpstreamError | None] | None = None
     _timer: asyncio.TimerHandle | None = None
+
+    def note_page(self, path: str, body: bytes) -> None:
+        self.pages[path] = hash(body), now()
+
+    def is_due(self, path: str) -> bool:
+        """Return True if the page has to be read again."""
+        return path not in self.pages or now() - self.pages[path][1] > REFETCH_AFTER_S
 
     async def watch(self) -> UpstreamError | None:
         """Probe quietly until the engine's task has to probe in full. Return the error of a quiet
@@ -88,6 +112,10 @@ class EngineProbe:
         self._timer = loop.call_later(spread(self.interval), self._begin)
 
     def _begin(self) -> None:
+        if not self.pace.allows():
+            delay = spread(_vary(0, self.interval))
+            self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
+            return
         self._timer, engine = None, self.engine
         has_traffic = engine.pool.reads != self._reads or not engine.is_idle
         if has_traffic and now() - self.transfers_at > TRANSFERS_INTERVAL_S:
@@ -116,20 +144,16 @@ class EngineProbe:
             is_busy = isinstance(error, SilenceError) and engine.pool.reads != self._reads
             self._stop(None if is_busy or isinstance(error, StaleConnectionError) else error)
             return
-        is_new = path != HEALTH_PATH and self.pages.get(path) != hash(body)
+        is_new = path != HEALTH_PATH and self.pages.get(path, (0, 0))[0] != hash(body)
         is_known = engine.capabilities.is_identity_known and not engine.is_unread
         if is_new or not is_known or engine.failed_probes or engine.health is not Health.HEALTHY:
             self._stop()
             return
         self.probed_at = now()
-        if path == MODELS_PATH:
-            self.models_at = self.probed_at
-        elif path == IDENTITY_PATH:
-            self.identity_at = self.probed_at
-        oldest = self.probed_at - REFETCH_AFTER_S
-        if self.models_at < oldest and not engine.spec.models:
+        self.note_page(path, body)
+        if not engine.spec.models and self.is_due(MODELS_PATH):
             self._ask(MODELS_PATH)
-        elif self.identity_at < oldest and engine.capabilities.lists_capabilities:
+        elif engine.capabilities.lists_capabilities and self.is_due(IDENTITY_PATH):
             self._ask(IDENTITY_PATH)
         else:
             self._wait()

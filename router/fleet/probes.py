@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import Sequence
 from functools import partial
 from time import monotonic as now
@@ -29,11 +28,14 @@ import orjson
 
 from router.fleet.engine import PREFILL, Engine, Health
 from router.fleet.engine_probe import (
+    CROWDING,
     HEALTH_PATH,
+    LEAST_BOUND,
     MAX_ANSWER_BYTES,
-    REFETCH_AFTER_S,
+    TICK_S,
     TRANSFERS_INTERVAL_S,
     EngineProbe,
+    ProbePace,
     spread,
 )
 from router.fleet.fleet import Fleet, ProcessIdentity
@@ -117,6 +119,7 @@ class Prober:
         # The router's own errors, and pages that are too large, by engine.
         self._throttles: dict[Engine, LogThrottle] = {}
         self._failure = ""
+        self._pace = ProbePace()
         fleet.on_stale_models = self._read_models
 
     async def run(self) -> None:
@@ -306,10 +309,11 @@ class Prober:
         for engine in self._probes.keys() - set(engines):
             self._stop(engine)
         begun, interval = 0, self._quiet_interval()
+        self._pace.most = max(LEAST_BOUND, int(CROWDING * len(engines) * TICK_S / interval))
         for engine in engines:
             probe = self._probes.get(engine)
             if probe is None:
-                probe = self._probes[engine] = EngineProbe(engine, self._timeout)
+                probe = self._probes[engine] = EngineProbe(engine, self._timeout, self._pace)
             probe.interval = interval
             if probe.task is None or probe.task.done():
                 probe.probed_at = now()
@@ -352,19 +356,13 @@ class Prober:
 
     async def _fetch_what_is_due(self, engine: Engine, probe: EngineProbe) -> None:
         if engine.health is not Health.HEALTHY:
-            probe.models_at = probe.identity_at = -math.inf
+            probe.pages.clear()
             return
-        capabilities = engine.capabilities
-        if capabilities.is_identity_known and probe.identity_at == -math.inf:
-            probe.identity_at = now()  # `probe` has just fetched it
-        is_old = now() - probe.identity_at > REFETCH_AFTER_S
+        capabilities, is_old = engine.capabilities, probe.is_due(IDENTITY_PATH)
         if not capabilities.is_identity_known or (capabilities.lists_capabilities and is_old):
             with contextlib.suppress(UpstreamError):
                 await self.fetch_identity(engine)
-                probe.identity_at = now()
-        if engine.models is not None and probe.models_at == -math.inf:
-            probe.models_at = now()  # `probe` has just read them
-        if engine.is_unread or now() - probe.models_at > REFETCH_AFTER_S:
+        if engine.is_unread or (not engine.spec.models and probe.is_due(MODELS_PATH)):
             self._read_models(engine)
         if now() - probe.transfers_at > TRANSFERS_INTERVAL_S:
             probe.transfers_at = now()
@@ -376,7 +374,7 @@ class Prober:
         probe = self._probes.get(engine)
         if probe is None or (probe.models_task is not None and not probe.models_task.done()):
             return
-        probe.pages.pop(MODELS_PATH, None)
+        probe.note_page(MODELS_PATH, b"")
 
         async def read() -> None:
             try:
@@ -386,13 +384,12 @@ class Prober:
                     self._fleet.note_no_models(engine, f"/v1/models: {error}")
             except Exception:
                 logger.exception("the models of engine %s cannot be read", engine.name)
-            probe.models_at = now()
 
         probe.models_task = asyncio.create_task(read())
 
     def _note_page(self, engine: Engine, path: str, body: bytes) -> None:
         if probe := self._probes.get(engine):
-            probe.pages[path] = hash(body)
+            probe.note_page(path, body)
 
     async def _get(
         self, engine: Engine, path: str, limit: int = MAX_ANSWER_BYTES

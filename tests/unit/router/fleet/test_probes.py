@@ -13,6 +13,7 @@ import pytest
 
 from router.fleet import engine_probe, probes
 from router.fleet.engine import Engine, Health
+from router.fleet.engine_probe import EngineProbe, ProbePace
 from router.fleet.metrics_page import MAX_METRICS_BYTES
 from router.fleet.probes import Prober
 from router.http_client.connecting import ConnectAttempt
@@ -406,7 +407,7 @@ async def test_an_engine_with_requests_is_probed_at_once_only_if_it_is_silent(
     router = await start_router(identified=True)
     await router.knows_its_engines()
     engine = router.engine(d)
-    quiet = engine_probe.EngineProbe(engine, 1.0, interval=60)
+    quiet = EngineProbe(engine, 1.0, ProbePace(), interval=60)
     watching = asyncio.create_task(quiet.watch())
     await asyncio.sleep(0)
     engine.pool.reads += 1
@@ -420,8 +421,7 @@ async def test_an_engine_with_requests_is_probed_at_once_only_if_it_is_silent(
 async def test_models_are_read_again_when_the_bytes_of_their_list_change(
     start_router: StartRouter, d: MockEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (engine_probe, probes):
-        monkeypatch.setattr(module, "REFETCH_AFTER_S", 0.0)
+    monkeypatch.setattr(engine_probe, "REFETCH_AFTER_S", 0.05)
     router = await start_router(identified=True)
     await router.knows_its_engines()
     engine, listed, read = router.engine(d), 0, []
@@ -444,6 +444,18 @@ async def test_models_are_read_again_when_the_bytes_of_their_list_change(
     assert engine not in read, "the same bytes are nothing new"
     d.models = ["m", "new"]
     await eventually(lambda: engine.models == frozenset(("m", "new")))
+
+
+def test_quiet_probes_that_are_due_at_once_begin_in_several_ticks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moment = 100.0
+    monkeypatch.setattr(engine_probe, "now", lambda: moment)
+    pace = ProbePace()
+    pace.most = 2
+    assert [pace.allows() for _ in range(4)] == [True, True, False, False]
+    moment += 2 * engine_probe.TICK_S
+    assert pace.allows()
 
 
 async def test_first_probes_begin_in_batches(
