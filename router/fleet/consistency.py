@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from router.fleet.engine import DECODE, PREFILL, Health
 from router.fleet.fleet import Fleet, Snapshot
-from router.fleet.partners import FindingKind, find_duplicate_ids
+from router.fleet.partners import FindingKind, FleetReport, find_duplicate_ids
 
 logger = logging.getLogger("disagg_router.fleet")
 # A group may lack a role for this long before that is logged: its engines start one by one.
@@ -54,6 +54,7 @@ class ConsistencyLog:
         self._fleet = fleet
         self._clock = clock
         self._seen: Snapshot | None = None
+        self._compared: FleetReport | None = None
         self._incomplete_since: dict[str, float] = {}
         self._logged_groups: set[str] = set()
         self._logged_pairs: set[tuple[str, ...]] = set()
@@ -85,6 +86,10 @@ class ConsistencyLog:
         self._logged_groups.intersection_update(halves)
 
     def check_ids(self) -> None:
+        """Cheap if nothing has changed."""
+        before, self._compared = self._compared, self._fleet.compare()
+        if before is self._compared:
+            return
         found: set[tuple[str, ...]] = set()
         for name, (other, engine_id) in find_duplicate_ids(self._fleet.engines).items():
             pair = tuple(sorted((name, other)))
@@ -119,6 +124,8 @@ class ConsistencyLog:
     def _forget_findings(self) -> None:
         """Forget the engines that are no longer concerned. While one of them is lost, nothing is
         known of the others, and it may return as it was."""
+        if not self._logged_findings:
+            return
         lost = {one.name for one in self._fleet.engines if one.health is not Health.HEALTHY}
         for key, names in list(self._logged_findings.items()):
             if lost.isdisjoint(names):
