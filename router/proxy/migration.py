@@ -7,8 +7,9 @@ the KV of the prompt and of the answer so far, so the other engine borrows these
 borrow them, a prefill engine computes prompt and answer, as for a stream whose engine has crashed.
 
 Only streams that our connector reports token ids for are moved, and only while another engine can
-take them: all others run to their end. An engine lends at most an eighth of its cache at a time, so
-few streams move at once. The first one moves alone: the engines may have to connect.
+take them: all others run to their end. An engine refuses loans beyond an eighth of its cache, and a
+stream without its loan is computed again. So only as many streams move at once as an eighth of the
+cache holds. The first one moves alone: the engines may have to connect.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from router.http_client.errors import MigratedError
 from router.proxy.gateway import Gateway
 from router.proxy.resume import can_continue
 from router.proxy.resume_buffer import ResumeBuffer
+from router.routing.chunk_index import DEFAULT_CACHE_TOKENS
 from router.routing.policy import is_full
 
 logger = logging.getLogger("disagg_router.fleet")
 # Seconds between two looks for streams that can move.
 SCAN_INTERVAL_S = 0.05
-MAX_CONCURRENT_MOVES = 4
+# A quarter of the loans that an engine gives at a time.
+MAX_CONCURRENT_MOVES = 16
+LENT_SHARE = 1 / 8
 
 
 class Move(NamedTuple):
@@ -36,6 +40,7 @@ class Move(NamedTuple):
 
     buffer: ResumeBuffer
     num_resumes: int
+    num_tokens: int
 
     @property
     def is_over(self) -> bool:
@@ -82,22 +87,25 @@ class StreamMigrator:
         moves = [move for move in before if not move.is_over]
         if len(moves) < len(before):
             self._has_moved.add(engine)
-        room = (MAX_CONCURRENT_MOVES if engine in self._has_moved else 1) - len(moves)
+        most = MAX_CONCURRENT_MOVES if engine in self._has_moved else 1
+        lendable = LENT_SHARE * (engine.cache_tokens or DEFAULT_CACHE_TOKENS)
         takers = [one for one in self._gateway.fleet.engines if _takes_streams(one, engine)]
 
         def may_move(buffer: Resumable) -> bool:
-            nonlocal room
-            if room <= 0 or not isinstance(buffer, ResumeBuffer) or buffer.by_request:
+            if len(moves) >= most or not isinstance(buffer, ResumeBuffer) or buffer.by_request:
                 return False
             if buffer.left is engine:  # no other engine took it
                 return False
             tokens = buffer.num_all_tokens
+            moving = tokens + sum(move.num_tokens for move in moves)
+            if moves and moving > lendable:
+                return False
+            # Their legs may not have begun, so they are not in the takers' load yet.
             if not any(
-                can_continue(one, DECODE, buffer) and not is_full(one, tokens) for one in takers
+                can_continue(one, DECODE, buffer) and not is_full(one, moving) for one in takers
             ):
                 return False
-            room -= 1
-            moves.append(Move(buffer, buffer.num_resumes))
+            moves.append(Move(buffer, buffer.num_resumes, tokens))
             return True
 
         engine.pool.fail_resumable(MigratedError(f"{engine.name} is being drained"), may_move)

@@ -192,6 +192,46 @@ async def test_a_stream_may_move_more_often_than_legs_may_fail(
     assert texts_of((await stream).text) == WORDS
 
 
+@pytest.mark.parametrize(("lendable", "at_once"), [(1000, 6), (3 * (len(PROMPT) + 2), 3)])
+async def test_as_many_streams_move_at_once_as_the_engine_lends(
+    start_router: StartRouter,
+    monkeypatch: pytest.MonkeyPatch,
+    d: MockEngine,
+    d2: MockEngine,
+    lendable: int,
+    at_once: int,
+) -> None:
+    """The first one moves alone."""
+    step, goes_on = StreamMigrator.step, asyncio.Event()
+    moved_by_step = []
+
+    def counted(migrator: StreamMigrator) -> None:
+        step(migrator)
+        moved_by_step.append(len(legs(d2)))
+
+    async def waits(request: Received, peer: Peer) -> None:
+        if len(legs(d2)) > 1:
+            await goes_on.wait()
+        await to_the_end(request, peer)
+
+    monkeypatch.setattr(StreamMigrator, "step", counted)
+    rank = RANK | {"remote_engine_id": "d-1", "num_blocks": 8 * lendable, "block_size": 1}
+    d.identity = lends("d-1") | {"ranks": [rank]}
+    d.usual, d2.usual = stands_still, waits
+    router = await start_router()
+    leaving, other = router.engine(d), router.engine(d2)
+    drain(router, other, migrates=False)
+    streams = [asyncio.create_task(router.stream()) for _ in range(7)]
+    held = 7 * 4 * (len(PROMPT) + 2)
+    await eventually(lambda: router.gateway.memory.resume_buffers.size == held)
+    serve(router, other)
+    drain(router, leaving)
+    await eventually(lambda: moved_by_step[-3:] == [1 + at_once] * 3)
+    goes_on.set()
+    assert [texts_of((await one).text) for one in streams] == [WORDS] * 7
+    assert resumes(router) == 7
+
+
 @pytest.mark.parametrize("why", ["no other engine", "no migration", "full", "another model"])
 async def test_a_stream_that_no_engine_can_take_runs_to_its_end(
     start_router: StartRouter, d: MockEngine, d2: MockEngine, why: str
