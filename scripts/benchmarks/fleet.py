@@ -81,8 +81,9 @@ def main(arguments: Sequence[str]) -> int:
             cache_tokens=options.cache_tokens, step_tokens=options.step_tokens,
             step_s=options.step_ms / 1000, speed=replace(speed, mixing=mix), routers=routers,
             by_conversation=options.by_conversation, share_interval=options.share_interval,
-            loans=options.loans, restarts=options.restarts, slow_pair=options.slow_pair,
-            pair_rates=not options.no_pair_rates, closed_loop=options.closed_loop,
+            loans=options.loans, restarts=options.restarts, lend_s=options.lend,
+            slow_pair=options.slow_pair, pair_rates=not options.no_pair_rates,
+            closed_loop=options.closed_loop,
         )  # fmt: skip
         phases = [(0.0, inf)]
         outcomes = []
@@ -224,7 +225,9 @@ def _parser() -> argparse.ArgumentParser:
         help="seconds between reports of a router to the others (they share nothing)")  # fmt: skip
     add("--loans", action="store_true", help="engines borrow prefixes from others' caches")
     add("--restarts", type=int, default=0, metavar="N",
-        help="prefill engines that lose their cache at half of the arrivals (0)")  # fmt: skip
+        help="prefill engines that new ones replace at half of the arrivals (0)")  # fmt: skip
+    add("--lend", type=_positive, default=0.0, metavar="S",
+        help="seconds for which the replaced engines still lend (0)")  # fmt: skip
     add("--slow-pair", type=_positive, default=1.0, metavar="X",
         help="KV moves X times as slowly from the first prefill engine to the first decode engine "
         "(1)")  # fmt: skip

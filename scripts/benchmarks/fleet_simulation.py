@@ -123,6 +123,9 @@ class Router:
         self._form = setup.form
         self._balancer = RoleBalancer(setup.target_itl)
         self.is_free = setup.form == "free"
+        new = self.engines[setup.prefillers : setup.prefillers + setup.restarts]
+        self.absent = {one.name for one in new}
+        """Engines that get no prompts: those that are not there yet, or that leave."""
         self._prefer({})
 
     def policy_of(self, engine: Candidate) -> Policy:
@@ -130,7 +133,7 @@ class Router:
 
     def balance(self, now: float) -> None:
         """Decide which roles the engines prefer."""
-        states = [one.state(self._form == "auto") for one in self.engines]
+        states = [one.state(self._form == "auto") for one in self.present]
         found = None if self._form == "free" else self._balancer.update(states, now)
         if found is not None:
             self.is_free = found.is_free
@@ -139,10 +142,15 @@ class Router:
     def _prefer(self, roles: Mapping[str, EngineRole]) -> None:
         for one in self.engines:
             one.preferred_role = roles.get(one.name, one.role)
+        self.present = [one for one in self.engines if one.name not in self.absent]
         self.prefillers, self.decoders = (
-            tuple(one for one in self.engines if roles.get(one.name, one.role).plays(leg))
-            for leg in LEGS
+            tuple(one for one in self.present if one.preferred_role.plays(leg)) for leg in LEGS
         )
+
+    def replace(self, old: Sequence[Engine]) -> None:
+        """The new engines get prompts from here on, and the old ones get none."""
+        self.absent = {one.name for one in old}
+        self._prefer({one.name: one.preferred_role for one in self.engines})
 
     def place(
         self, query: RoutingQuery, chance: Callable[[], float] | None
@@ -160,7 +168,7 @@ class Router:
                 orders = choose_pair(orders, *ask, (p, d))
             return orders[0][0], orders[1]
         choices = []
-        for one in self.engines:
+        for one in self.present:
             load, uncached = one.load(), self.uncached(one, query)
             held = one.transfers, one.waiting_tokens
             choices.append(Choice(one, load, uncached, one.total_legs, *held))
@@ -238,7 +246,9 @@ class Setup:
     loans: bool = False
     """The router names holders, from whose prefix caches engines borrow."""
     restarts: int = 0
-    """The number of prefill engines that lose their cache at half of the arrivals."""
+    """The number of prefill engines that new ones replace at half of the arrivals."""
+    lend_s: float = 0.0
+    """Seconds for which the old ones still lend."""
     arrivals: Sequence[Arrival] = ()
     closed_loop: bool = False
     slow_pair: float = 1.0
@@ -281,7 +291,8 @@ class Simulation:
         self._following: dict[str, deque[Job]] = {}
         """The jobs of each session that wait for the answer before them."""
         budget = (setup.step_tokens, setup.step_s)
-        self.prefillers = tuple(self._engine(f"10.1.{n}") for n in range(setup.prefillers))
+        prefillers = range(setup.prefillers + setup.restarts)
+        self.prefillers = tuple(self._engine(f"10.1.{n}") for n in prefillers)
         decoders = [self._engine(f"10.2.{n}", *budget, DECODE) for n in range(setup.decoders)]
         if setup.step_s:  # steps without answers are as long as those of prefill engines
             budget = (BATCH_TOKENS, setup.step_s)
@@ -366,7 +377,7 @@ class Simulation:
             return
         self._left -= 1
         if self._left == self._total // 2:
-            self._restart()
+            self._replace()
         self._jobs.append(job)
         job.arrived = self._now
         routers = self.routers
@@ -484,11 +495,17 @@ class Simulation:
         self._totals[pair] = self._totals.get(pair, TransferTotals()).plus(moved)
         return end
 
-    def _restart(self) -> None:
-        for engine in self.prefillers[: self.setup.restarts]:
-            engine.cache = PrefixCache(self.setup.cache_tokens)
-            for router in self.routers:
-                router.forget(engine)
+    def _replace(self) -> None:
+        old = self.prefillers[: self.setup.restarts]
+        for router in self.routers:
+            router.replace(old)
+        for engine in old:
+            self._at(self._now + self.setup.lend_s, self._stop, engine)
+
+    def _stop(self, engine: Engine) -> None:
+        engine.cache = PrefixCache(self.setup.cache_tokens)
+        for router in self.routers:
+            router.forget(engine)
 
     def _wake(self, engine: Engine) -> None:
         end = engine.cut(self._now) if engine.is_busy else engine.begin(self._now)

@@ -186,6 +186,17 @@ def test_prompts_wait_for_room_at_the_decoder_and_for_its_network() -> None:
     assert [later - sooner for sooner, later in pairwise(slow)] == pytest.approx([5, 5], rel=0.01)
 
 
+@pytest.mark.parametrize(("lend_s", "borrowed"), [(50, 0), (150, 8191)])
+def test_replaced_engine_gets_no_more_prompts_and_lends_for_a_while(
+    lend_s: float, borrowed: int
+) -> None:
+    """It alone has the first prompt when that comes again: other caches have room for one."""
+    arrivals = [(100.0 * at, job(8192, 10, 100 * (at % 2))) for at in range(3)]
+    setting = {"loans": True, "restarts": 1, "cache_tokens": 8192}
+    old, new = replay(*arrivals, lend_s=lend_s, **setting).prefillers
+    assert (old.asked, new.asked, new.borrowed) == (8192, 2 * 8192, borrowed)
+
+
 def test_changing_traffic_turns_from_documents_to_answers_and_back() -> None:
     arrivals, _ = changing(0)
     parts = [[one for at, one in arrivals if start <= at < start + 300] for start in (0, 450, 800)]
