@@ -120,6 +120,7 @@ class Router:
         self.peers = PeerRouters(index)
         self.finder = HolderFinder(index)
         self.rates = PairRates()
+        self.turn = 0
         self._form = setup.form
         self._balancer = RoleBalancer(setup.target_itl)
         self.is_free = setup.form == "free"
@@ -384,7 +385,8 @@ class Simulation:
         router = routers[0] if len(routers) == 1 else self._random.choice(routers)
         if self.setup.by_conversation and job.session:
             router = routers[crc32(job.session.encode()) % len(routers)]
-        ask = RoutingQuery(len(self._jobs), job.session, job.chunks[:MAX_CHUNKS], job.tokens)
+        router.turn += 1
+        ask = RoutingQuery(router.turn, job.session, job.chunks[:MAX_CHUNKS], job.tokens)
         self.outcome.jobs += 1
         chance = self._random.random if len(routers) > 1 else None
         prefiller, decoders = router.place(ask, chance)
