@@ -46,8 +46,6 @@ MAX_COMPARED = 8
 MAX_STRIKES = 3
 # The unanswered prompts of one engine that are remembered.
 MAX_UNANSWERED = 32
-# One in so many prompts tests what other routers have sent, while no guess is right.
-TURNS_PER_GUESS = 2
 # An engine counts as at most this many times as slow or as fast as the mean.
 MAX_SLOWNESS = 8.0
 
@@ -59,8 +57,6 @@ class _UnansweredPrompt(NamedTuple):
     depth: int
     is_certain: bool
     chunks: tuple[int, ...]
-    guessed: int = 0
-    """The chunks that another router may have sent there; see `Rendezvous`."""
 
     def brings(self, chunk: int, depth: int) -> bool:
         return self.depth < depth <= len(self.chunks) and self.chunks[depth - 1] == chunk
@@ -117,7 +113,6 @@ class PrefixAffinity(Policy):
         # The best match of the last query: its feedback follows soon.
         self._last_chunks: tuple[int, ...] = ()
         self._last_match = NO_MATCH
-        self._last_guesses: Sequence[tuple[int, Candidate]] = ()
         self._rendezvous = Rendezvous()
 
     @property
@@ -188,10 +183,7 @@ class PrefixAffinity(Policy):
             is_certain = not any(other.brings(chunk, depth) for other in unanswered.values())
         if len(unanswered) >= MAX_UNANSWERED:
             del unanswered[next(iter(unanswered))]
-        guessed = 0
-        if query.chunks is self._last_chunks:
-            guessed = max((n for n, one in self._last_guesses if one.name == name), default=0)
-        unanswered[query.turn] = _UnansweredPrompt(depth, is_certain, query.chunks, guessed)
+        unanswered[query.turn] = _UnansweredPrompt(depth, is_certain, query.chunks)
         self._index.add(name, query.chunks)
         self._index.on_sent(name, query.chunks)
 
@@ -200,13 +192,15 @@ class PrefixAffinity(Policy):
         sent = self._unanswered.get(name, {}).pop(query.turn, None)
         if sent is None or cached_tokens is None:
             return
-        if sent.guessed > sent.depth >= query.marks:
-            guessed = (sent.guessed - sent.depth) * TOKENS_PER_CHUNK
-            known = (sent.depth - query.marks) * TOKENS_PER_CHUNK
-            self._rendezvous.note_answer(guessed, cached_tokens - known)
-        if sent.depth <= query.marks:
+        known = (sent.depth - query.marks) * TOKENS_PER_CHUNK
+        if len(sent.chunks) > sent.depth:
+            unknown = (len(sent.chunks) - sent.depth) * TOKENS_PER_CHUNK
+            # Tokens are estimated, and prompts may also share a part of a chunk.
+            is_more = cached_tokens > 2 * (known + TOKENS_PER_CHUNK)
+            self._rendezvous.note_answer(unknown, cached_tokens - known if is_more else 0)
+        if known <= 0:
             return
-        if 2 * cached_tokens >= (sent.depth - query.marks) * TOKENS_PER_CHUNK:
+        if 2 * cached_tokens >= known:
             self._strikes.pop(name, None)
         elif sent.is_certain:
             strikes = self._strikes[name] = self._strikes.get(name, 0) + 1
@@ -219,7 +213,6 @@ class PrefixAffinity(Policy):
         self._index.forget(name)
         self._registered.clear()
         self._rendezvous.forget()
-        self._last_guesses = ()
 
     def expected_tokens(self, name: str, query: RoutingQuery) -> int:
         """Return the tokens without those that only unanswered prompts will bring."""
@@ -261,18 +254,20 @@ class PrefillCost(PrefixAffinity):
             return self._soonest(candidates, query)
         bits = self._registered.get(candidates)
         depth, engines = self._find_match(chunks, bits)
-        guesses = self._guess(candidates, query, depth)
-        if not depth and not guesses:
+        held, guessed = self._guess(candidates, query)
+        if held <= depth * TOKENS_PER_CHUNK:
+            guessed = None
+        if not depth and guessed is None:
             return self._soonest(candidates, query)
         one = self._least_loaded(engines, candidates, bits, query) if depth else None
-        if one is not None and not guesses and not queued_tokens(one) and not self._token_s:
+        if one is not None and guessed is None and not queued_tokens(one) and not self._token_s:
             return _with_stand_in(one, candidates, query.turn)
         idle = self._soonest(candidates, query)
         # With several idle engines, the wait is all that counts.
         share = 1.0 if len(idle) > 2 and not queued_tokens(idle[-1]) else QUEUE_SHARE
         tokens = max(query.tokens, len(chunks) * TOKENS_PER_CHUNK)
         costs = [(self._cost_of(engine, tokens, share), engine) for engine in idle]
-        for held, guessed in guesses:
+        if guessed is not None:
             costs.append((self._cost_of(guessed, tokens - held, share), guessed))
         least, among = costs[0][0], bits.all
         for _ in range(MAX_COMPARED):
@@ -288,17 +283,14 @@ class PrefillCost(PrefixAffinity):
         costs.sort(key=itemgetter(0))
         return filled([], (engine for _, engine in costs))
 
-    def _guess(
-        self, candidates: Sequence[E], query: RoutingQuery, depth: int
-    ) -> list[tuple[int, E]]:
-        """Return engines that may hold more than the `depth` chunks that this router knows of, each
-        with the tokens for which that counts. Some guesses are made only to learn whether they
-        would be right."""
-        credit, self._last_guesses = self._rendezvous.credit, ()
-        if len(candidates) < 2 or (not credit and mix(query.turn) % TURNS_PER_GUESS):
-            return []
-        self._last_guesses = found = self._rendezvous.guess(candidates, query.chunks, depth)
-        return [(int(credit * n * TOKENS_PER_CHUNK), one) for n, one in found if credit * n > depth]
+    def _guess(self, candidates: Sequence[E], query: RoutingQuery) -> tuple[int, E | None]:
+        """Return the engine to which other routers may have sent the beginning of this prompt, and
+        the tokens for which that counts."""
+        credit = self._rendezvous.credit
+        if not credit or len(candidates) < 2:
+            return 0, None
+        held = int(credit * len(query.chunks) * TOKENS_PER_CHUNK)
+        return held, self._rendezvous.guess(candidates, query.chunks)
 
     def _cost_of(self, engine: Candidate, uncached: int, share: float = 1.0) -> float:
         token_s = self._token_s.get(engine.name, self._mean_token_s)

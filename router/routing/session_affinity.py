@@ -54,12 +54,6 @@ class HashRing:
         """Returns the indexes of at most PROBES names for a key, nearest first. There must be
         one."""
 
-    def next_to(self, place: int) -> int:
-        """Return the index of the name whose point follows a place of 64 bits: cheaper than
-        `nearest`, and less even."""
-        at = bisect_left(self._circle, place)
-        return self._circle[at if at < len(self._circle) else 0] & INDEX_MASK
-
     def _find_nearest(self, key: str) -> list[int]:
         circle, distances = self._circle, []
         for probe in _probes.unpack(_digest(key, 4 * PROBES)):

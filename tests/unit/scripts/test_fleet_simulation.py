@@ -99,8 +99,8 @@ def test_several_routers_find_more_if_they_share_or_get_whole_conversations(
     (sharing,) = rows(capsys, *shape, *fleet, "--routers", "4", "--share-interval", "0.2")
     (hashed,) = rows(capsys, *shape, *fleet, "--routers", "4", "--by-conversation")
     hits = [int(row[12].rstrip("%")) for row in (one, four, sharing, hashed)]
-    assert hits[1] < hits[3]
-    assert hits[1] < hits[2] - 3
+    assert min(hits[2:]) - 5 < hits[1] <= hits[3]
+    assert hits[1] < hits[2]
     assert hits[2] >= hits[0] - 3
 
 

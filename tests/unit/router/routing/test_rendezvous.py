@@ -70,3 +70,41 @@ def test_engines_that_report_no_cached_tokens_are_never_guessed() -> None:
     new = [RoutingQuery(n, chunks=tuple(range(10**6 + n, 10**6 + 40 + n))) for n in range(30)]
     spread = {routers[0].order(FLEET, query)[0].name for query in new}
     assert len(spread) == len(FLEET)
+
+
+def _routers_that_find() -> tuple[list[PrefillCost], Caches]:
+    """Return routers to which answers have proved that others send prompts, too."""
+    routers, caches = [PrefillCost(BOUND, ChunkIndex()) for _ in range(2)], Caches()
+    for n, prompt in enumerate(_prompts(200)):
+        for router in (routers, routers[::-1])[n % 2]:
+            caches.send(router, prompt)
+    return routers, caches
+
+
+def test_a_conversation_stays_at_its_engine_when_its_length_doubles() -> None:
+    (one, other), caches = _routers_that_find()
+    for n in range(20):
+        start = 10**6 + 1000 * n
+        first, _ = caches.send(one, tuple(range(start, start + 30)))
+        second, hits = caches.send(other, tuple(range(start, start + 35)))
+        assert (second, hits) == (first, 30)
+
+
+def test_prompts_that_share_a_system_prompt_are_spread_over_the_engines() -> None:
+    (one, _), caches = _routers_that_find()
+    system = tuple(range(10**6, 10**6 + 4))
+    prompts = [(*system, *range(10**7 + 1000 * n, 10**7 + 1000 * n + 40)) for n in range(60)]
+    sent = [caches.send(one, prompt)[0].name for prompt in prompts]
+    assert {*sent[:8]} == {sent[0]}  # until it is known to be shared
+    assert {*sent[30:]} == {engine.name for engine in FLEET}
+
+
+def test_a_prefix_shorter_than_a_chunk_proves_no_other_router() -> None:
+    router = PrefillCost(BOUND, ChunkIndex())
+    for prompt in _prompts(60):
+        query = _query(prompt)
+        name = router.order(FLEET, query)[0].name
+        router.note_sent(name, query)
+        router.note_cached(name, query, TOKENS_PER_CHUNK - 16)
+    again = [RoutingQuery(7, chunks=(-n, *range(n, n + 40))) for n in range(10**6, 10**6 + 30)]
+    assert len({router.order(FLEET, query)[0].name for query in again}) == 1  # by load alone
