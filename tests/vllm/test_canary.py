@@ -113,9 +113,12 @@ def test_tokens_alone_show_wrong_loads_of_one_engine(
     faults.write_text(f"{fault} 1")
     seeds = seeds_of(fault, 12, 500)
     with fleet.router([prefiller], decoders, "--kv-canary", "0.000001") as router:
-        answers = [ask(router, seed) for seed in seeds]
+        answers, names = [], set[str]()
+        for seed in seeds:  # a slow machine may reach the pause's end
+            answers.append(ask(router, seed))
+            names.update(router.metrics())
         assert 1 <= compared(router, "disagreed") <= 2
-        assert any(name.startswith("disagg_router_pair_avoided") for name in router.metrics())
+        assert any(name.startswith("disagg_router_pair_avoided") for name in names)
     faults.write_text(NO_FAULT)
     assert answers == [ask(prefiller, seed) for seed in seeds]
 
