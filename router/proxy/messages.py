@@ -362,10 +362,10 @@ def _passing(headers: Sequence[Header], dropped: Container[bytes]) -> Sequence[H
     kept = [header for header in headers if header[0].replace(b"_", b"-") not in dropped]
     if ROUTING_HEADER_PREFIX in dropped:
         kept = [header for header in kept if not header[0].startswith(ROUTING_HEADER_PREFIX)]
-    options = b",".join([value for name, value in headers if name == b"connection"]).lower()
+    options = [value for name, value in headers if name == b"connection"]
     if not options:
         return kept
-    named = {b"connection", *map(bytes.strip, options.split(b","))}
+    named = {b"connection", *map(bytes.strip, b",".join(options).lower().split(b","))}
     return [header for header in kept if header[0] not in named]
 
 

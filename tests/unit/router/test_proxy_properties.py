@@ -144,6 +144,7 @@ def test_headers_nominated_by_connection_stay() -> None:
     given = [(b"connection", b"X-One , close"), (b"connection", b"x-two"), (b"x-one", b"1")]
     given += [(b"x-two", b"2"), (b"x-three", b"3")]
     assert messages.header_lines(given) == b"x-three: 3\r\n"
+    assert messages.to_client([(b"connection", b"")], "a", False) == [(b"x-request-id", b"a")]
 
 
 def _leaves(kind: type[Exception]) -> list[type[Exception]]:
