@@ -120,7 +120,7 @@ def test_an_engine_that_returns_and_answers_wrongly_is_reported(
 def test_ctrl_c_ends_a_drain(launcher: Launcher) -> None:
     with fleet(launcher, "decode") as made:
         command = [sys.executable, "-m", "router.commands.cli", "drill"]
-        command += made.arguments("--tokens", "600")
+        command += made.arguments("--tokens", "1200")
         drill = subprocess.Popen(command, env=os.environ, start_new_session=True)
         try:
             wait_for(lambda: made.intent() == "draining", "the drill drains")
