@@ -40,7 +40,7 @@ class RedisServer:
 
     @property
     def options(self) -> list[str]:
-        """The same as options of the command."""
+        """Return the settings as command-line options of `disagg-router`."""
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
 
     def keys(self, pattern: str = "*") -> list[str]:

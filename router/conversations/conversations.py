@@ -310,7 +310,7 @@ class Conversations:
                     self._recent.forget(turn.session, key)
         except StoreError as error:
             foreign = isinstance(error, UnverifiedError)
-            turn.recalled = RecallOutcome.UNVERIFIED if foreign else STORE_FAILED
+            turn.recalled = RecallOutcome.UNVERIFIED if foreign else RecallOutcome.STORE_FAILED
             return
         if raw is None:
             return
@@ -469,11 +469,11 @@ def _tenant(*values: bytes) -> str:
 def _hash(*parts: str) -> str:
     """Hash the parts with their lengths, so that no two lists of parts are the same bytes."""
     written = "".join([f"{len(part)}:{part}" for part in parts])
-    if not written.isascii():
+    if written.isascii():
+        raw = written.encode()
+    else:
         encoded = [part.encode("utf-8", "surrogatepass") for part in parts]
         raw = b"".join([b"%d:%b" % (len(part), part) for part in encoded])
-    else:
-        raw = written.encode()
     return hashlib.blake2b(raw, digest_size=20).hexdigest()
 
 

@@ -141,8 +141,6 @@ class Prompt(Struct, frozen=True):
         return self.digests[count] if self.digests else _flat_digest(self.content[:count])
 
     def extends(self, prefix: PromptPrefix) -> bool:
-        if self.digests:
-            return self.digests[prefix.count : prefix.count + 1] == (prefix.digest,)
         return self.digest_at(prefix.count) == prefix.digest
 
     def with_answer(self, answer: AnswerChoice | None) -> PromptPrefix | None:

@@ -286,8 +286,7 @@ class EngineLoad:
         """Learn the engine's speed from a prefill leg that still counts as load; see
         PrefillRate."""
         own = self.tokens_in_flight + self.local_prefill_tokens
-        elsewhere = self.local_prefill_elsewhere[1]
-        total = self.total_tokens + self.local_prefill_tokens + elsewhere
+        total = self.total_tokens + self.total_local_prefill[1]
         share = own / total if total else 1.0
         self.prefill_rate.note_leg(sent, ended, computed, share)
 

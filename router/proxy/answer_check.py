@@ -171,9 +171,7 @@ class PrefillAnswer:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BrokenAnswerError(f"not a JSON object: {error}") from error
         # The start shows whether they are empty; they may be large.
-        is_some = given.startswith(b'{"') or (
-            given[:1] == b"{" and given[1:64].strip(b" \t\r\n") not in (b"", b"}")
-        )
+        is_some = given[:1] == b"{" and given[1:64].strip(b" \t\r\n") not in (b"", b"}")
         self.params = KvParams(given) if is_some else None
         choices = bytes(content.choices)
         if self.params is None and choices.translate(None, b" \t\r\n") in EMPTY:

@@ -132,10 +132,9 @@ def take_internal_fields(content: Json | list[Any]) -> Json:
         part = parts.pop()
         values: Iterable[Any] = part
         if isinstance(part, dict):
-            if not FIELDS.isdisjoint(part) or FIELD_PREFIX in ",".join(part):
-                for name in [*filter(is_internal, part)]:
-                    if value := part.pop(name):
-                        taken.setdefault(name, value)
+            for name in [*filter(is_internal, part)]:
+                if value := part.pop(name):
+                    taken.setdefault(name, value)
             values = part.values()
         if not NESTING.isdisjoint(map(type, values)):  # a list of token ids may be long
             parts += [one for one in values if isinstance(one, dict | list)]

@@ -126,6 +126,10 @@ class LegBodies:
         other.prompt_ids = self.prompt_ids
         return other
 
+    @property
+    def asks_prefiller_for_ids(self) -> bool:
+        return self.returns_ids or self.checks_prompt
+
     def prefill(
         self,
         last_turn: Body | None = None,
@@ -145,7 +149,7 @@ class LegBodies:
         if buffer is not None:
             return self._with(self._resume_fields(buffer))
         fields = self._one_token(1 if hands_over and self._own.get(MIN_TOKENS) else 0)
-        if self.returns_ids or self.checks_prompt:
+        if self.asks_prefiller_for_ids:
             fields.append(RETURN_IDS)
         if last_turn is None and not transfer_id and not hands_over:
             fields.append(KEEP_BLOCKS)

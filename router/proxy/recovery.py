@@ -18,6 +18,7 @@ import time
 from time import monotonic as now
 
 from router.fleet.engine import PREFILL, Engine, Health, Intent
+from router.fleet.engine_probe import HEALTH_PATH
 from router.http_client.errors import (
     ConnectRefusedError,
     ConnectTimeoutError,
@@ -219,7 +220,7 @@ async def _has_died(engine: Engine, suspected_at: float) -> bool:
     if engine.health is Health.UNHEALTHY or engine.lost_at >= suspected_at:
         return True
     try:
-        told = await engine.get("/health", now() + CRASH_PROBE_TIMEOUT_S, MAX_PROBE_ANSWER_BYTES)
+        told = await engine.get(HEALTH_PATH, now() + CRASH_PROBE_TIMEOUT_S, MAX_PROBE_ANSWER_BYTES)
     except (ConnectRefusedError, ConnectTimeoutError, DisconnectedError):
         return True
     except UpstreamError:

@@ -417,10 +417,7 @@ def describe_reason(run: Run, reason: str) -> str:
 def _planned(run: Run, order: Sequence[Engine], prefiller: Engine | None = None) -> Engine | None:
     """Return the first engine of the plan, unless a leg has ended without the answer's end, or the
     engine is not usable."""
-    resume = run.resume
-    if not order or run.failed or run.cannot_load or resume.preempted:
-        return None
-    if resume.buffer is not None and resume.continued:
+    if not order or run.failed or run.cannot_load or run.resume.preempted or run.resume.continued:
         return None
     engine = order[0]
     if not engine.is_available:
@@ -491,9 +488,7 @@ def _may_read(run: Run, decoder: Engine, prefiller: Engine) -> bool:
         return False
     if decoder is prefiller or decoder.group != prefiller.group:
         return False
-    # Without a property: two calls of functions less for each request.
-    source, target = prefiller.capabilities.kv_peer, decoder.capabilities.kv_peer
-    return can_exchange(source.protocol, target.protocol)
+    return can_exchange(prefiller.kv_protocol, decoder.kv_protocol)
 
 
 def _is_avoided(run: Run, prefiller: Engine, decoder: Engine) -> bool:

@@ -119,7 +119,7 @@ def check_prompt_ids(run: Run, prefiller: Engine, prefilled: PrefillAnswer) -> b
     Return False unless they are equal, if KV was offered by them: the engine has read KV of other
     tokens. The first prompt of a shape is tokenized now, beside its decode leg.
     """
-    if not (run.bodies.returns_ids or run.bodies.checks_prompt):
+    if not run.bodies.asks_prefiller_for_ids:
         return True
     content = parse_object(prefilled.raw) if prefilled.raw.find(MARK) >= 0 else None
     run.prefilled_ids = ids = None if content is None else prompt_ids_in(content)

@@ -20,7 +20,7 @@ from router.commands.connection_errors import no_answer, reason_of
 from router.commands.router_client import error_message
 from router.common.daemon_thread import call_in_daemon_thread
 from router.fleet.engine import PREFILL, Engine
-from router.fleet.engine_probe import MAX_ANSWER_BYTES
+from router.fleet.engine_probe import HEALTH_PATH, MAX_ANSWER_BYTES
 from router.fleet.fleet import Fleet
 from router.fleet.kv_facts import IDENTITY_PATH
 from router.fleet.kv_protocol import MOONCAKE, NIXL, SGLANG
@@ -219,7 +219,7 @@ class EngineChecker:
 
     async def _check_health(self) -> bool:
         started = time.time()
-        answer = await self._get("/health")
+        answer = await self._get(HEALTH_PATH)
         check_clock(self.found, answer.headers, started, time.time())
         if 200 <= answer.status < 300:
             self.found.ok("health", f"/health answers {answer.status}")
